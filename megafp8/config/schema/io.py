@@ -3,8 +3,11 @@
 from dataclasses import dataclass
 from typing import ClassVar, Optional
 
-from megafp8.config.schema.setting import AT_LEAST_1, NOT_NEGATIVE, Role, setting
+from megafp8.config.schema.setting import AT_LEAST_1, NO_ROLE, NOT_NEGATIVE, Role, setting
 from megafp8.recipes import registry
+
+# A table: default and help of each setting, then what else is known about it.
+# fmt: off
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,11 +17,8 @@ class DataConfig:
     ROLE: ClassVar[Role] = Role.LEARNING
 
     data_path: tuple[str, ...] = setting(
-        (),
-        "path prefixes of token shards; for a blend: weight prefix weight prefix ...",
-        many=True,
-        path=True,
-        role=Role.SAMPLES,
+        (), "path prefixes of token shards; for a blend: weight prefix weight prefix ...",
+        many=True, path=True, role=Role.SAMPLES,
     )
     train_data_path: tuple[str, ...] = setting(
         (), "token shards for training only", many=True, path=True, role=Role.SAMPLES
@@ -30,44 +30,30 @@ class DataConfig:
         (), "token shards for testing only", many=True, path=True, role=Role.SAMPLES
     )
     split: Optional[str] = setting(
-        None,
-        "proportions of --data-path for training, validation and test; default 969,30,1",
+        None, "proportions of --data-path for training, validation and test; default 969,30,1",
         role=Role.LEARNING | Role.SAMPLES,
     )
     data_cache_path: Optional[str] = setting(
-        None,
-        "folder for the cache of dataset indices; default: in --save, else next to the shards",
-        path=True,
-        role=Role.SAMPLES | Role.OUTPUT,
+        None, "folder for the cache of dataset indices; default: in --save, else next to the shards",
+        path=True, role=Role.SAMPLES | Role.OUTPUT,
     )
     mock_data: bool = setting(False, "train on synthetic tokens instead of --data-path")
     seq_length: Optional[int] = setting(
-        None,
-        "sequence length in tokens",
-        flags=("--seq-length", "--encoder-seq-length"),
-        range=AT_LEAST_1,
+        None, "sequence length in tokens",
+        flags=("--seq-length", "--encoder-seq-length"), range=AT_LEAST_1,
         role=Role.LEARNING | Role.SAMPLES | Role.CARRIED | Role.MEMORY,
     )
     tokenizer_type: Optional[str] = setting(
-        None,
-        "tokenizer; default GPT2BPETokenizer with --vocab-file and --merge-file",
+        None, "tokenizer; default GPT2BPETokenizer with --vocab-file and --merge-file",
         choices=(
-            "SentencePieceTokenizer",
-            "GPTSentencePieceTokenizer",
-            "Llama2Tokenizer",
-            "HuggingFaceTokenizer",
-            "GPT2BPETokenizer",
-            "TikTokenizer",
-            "ByteLevelTokenizer",
-            "NullTokenizer",
+            "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer",
+            "GPT2BPETokenizer", "TikTokenizer", "ByteLevelTokenizer", "NullTokenizer",
         ),
         role=Role.LEARNING | Role.SAMPLES | Role.CARRIED,
     )
     tokenizer_model: Optional[str] = setting(
-        None,
-        "tokenizer file or folder, or the name of a tiktoken encoding",
-        path=True,
-        role=Role.LEARNING | Role.SAMPLES | Role.CARRIED,
+        None, "tokenizer file or folder, or the name of a tiktoken encoding",
+        path=True, role=Role.LEARNING | Role.SAMPLES | Role.CARRIED,
     )
     vocab_file: Optional[str] = setting(
         None, "vocabulary file (GPT2BPETokenizer)", path=True, role=Role.LEARNING | Role.SAMPLES | Role.CARRIED
@@ -76,15 +62,11 @@ class DataConfig:
         None, "merges file (GPT2BPETokenizer)", path=True, role=Role.LEARNING | Role.SAMPLES | Role.CARRIED
     )
     tiktoken_pattern: Optional[str] = setting(
-        None,
-        "pre-tokenization pattern of a TikTokenizer file: v1 or v2 (default)",
-        role=Role.LEARNING | Role.CARRIED,
+        None, "pre-tokenization pattern of a TikTokenizer file: v1 or v2 (default)", role=Role.LEARNING | Role.CARRIED
     )
     tiktoken_num_special_tokens: Optional[int] = setting(
-        None,
-        "number of special tokens of a TikTokenizer file, which have the first ids; default 1000",
-        range=AT_LEAST_1,
-        role=Role.LEARNING | Role.CARRIED,
+        None, "number of special tokens of a TikTokenizer file, which have the first ids; default 1000",
+        range=AT_LEAST_1, role=Role.LEARNING | Role.CARRIED,
     )
     allow_other_tokenizer: bool = setting(False, "accept shards whose manifest names another tokenizer")
     num_workers: int = setting(
@@ -94,15 +76,12 @@ class DataConfig:
     reset_attention_mask: bool = setting(False, "do not attend across documents", role=Role.LEARNING | Role.MEMORY)
     eod_mask_loss: bool = setting(False, "exclude end-of-document tokens from the loss")
     create_attention_mask_in_dataloader: bool = setting(
-        True,
-        "create the attention mask in the data loader (no effect: attention is always causal)",
-        off=("--no-create-attention-mask-in-dataloader",),
-        role=Role.SPEED,
+        True, "create the attention mask in the data loader (no effect: attention is always causal)",
+        off=("--no-create-attention-mask-in-dataloader",), role=NO_ROLE,
     )
     mmap_bin_files: bool = setting(True, "memory-map the shards", off=("--no-mmap-bin-files",), role=Role.OUTPUT)
     dataloader_type: str = setting(
-        "single",
-        "order of samples; single: in the order of the dataset index",
+        "single", "order of samples; single: in the order of the dataset index",
         choices=("single", "cyclic", "external"),
     )
 
@@ -114,10 +93,8 @@ class CheckpointConfig:
     ROLE: ClassVar[Role] = Role.OUTPUT
 
     save: Optional[str] = setting(
-        None,
-        "folder for checkpoints, records and the configuration of this run",
-        path=True,
-        role=Role.SAMPLES | Role.OUTPUT,
+        None, "folder for checkpoints, records and the configuration of this run",
+        path=True, role=Role.SAMPLES | Role.OUTPUT,
     )
     load: Optional[str] = setting(
         None, "folder to resume from; without a checkpoint in it, the run starts from scratch", path=True
@@ -126,31 +103,24 @@ class CheckpointConfig:
         None, "steps between checkpoints; the last step is always saved", range=AT_LEAST_1
     )
     ckpt_keep: Optional[int] = setting(
-        None,
-        "number of newest checkpoints to keep; older ones are deleted; default: all",
-        range=AT_LEAST_1,
-        requires="--save",
+        None, "number of newest checkpoints to keep; older ones are deleted; default: all",
+        range=AT_LEAST_1, requires="--save",
     )
     save_retain_interval: Optional[int] = setting(
-        None,
-        "keep the checkpoints of steps that are multiples of this, besides the newest --ckpt-keep (default then 1)",
-        needs="--save",
-        range=AT_LEAST_1,
+        None, "keep the checkpoints of steps that are multiples of this, besides the newest --ckpt-keep (default then "
+        "1)",
+        needs="--save", range=AT_LEAST_1,
     )
     non_persistent_save_interval: Optional[int] = setting(
-        None,
-        "steps between non-persistent checkpoints, of which only the newest is kept",
-        range=AT_LEAST_1,
-        requires="--save",
+        None, "steps between non-persistent checkpoints, of which only the newest is kept",
+        range=AT_LEAST_1, requires="--save",
     )
     non_persistent_ckpt_type: str = setting(
-        "global",
-        "location of non-persistent checkpoints; global: one folder shared by all ranks",
+        "global", "location of non-persistent checkpoints; global: one folder shared by all ranks",
         choices=("global", "local"),
     )
     non_persistent_global_ckpt_dir: Optional[str] = setting(
-        None,
-        "folder for non-persistent checkpoints, for example in a RAM disk; default non_persistent/ in --save",
+        None, "folder for non-persistent checkpoints, for example in a RAM disk; default non_persistent/ in --save",
         path=True,
     )
     async_save: bool = setting(
@@ -163,8 +133,8 @@ class CheckpointConfig:
         3, "consecutive failed saves after which the run stops; 0: no limit", range=NOT_NEGATIVE
     )
     ckpt_verify: str = setting(
-        "hash",
-        "check against the checkpoint's manifest before loading; hash: every byte, size: sizes, and small files",
+        "hash", "check against the checkpoint's manifest before loading; hash: every byte, size: sizes, and small "
+        "files",
         choices=("hash", "size"),
     )
     no_save_optim: bool = setting(False, "do not save optimizer state", needs="--save")
@@ -179,51 +149,42 @@ class CheckpointConfig:
         False, "exit with an error if --load has no checkpoint", requires="--load"
     )
     ckpt_format: str = setting(
-        "torch_dist",
-        "checkpoint format; others of Megatron-LM are not supported",
+        "torch_dist", "checkpoint format; others of Megatron-LM are not supported",
         choices=("torch_dist", "torch", "torch_dcp", "fsdp_dtensor", "zarr"),
     )
     use_checkpoint_args: bool = setting(
         False, "take the settings of the model and the tokenizer from the checkpoint, unless a flag gives them"
     )
     use_mp_args_from_checkpoint_args: bool = setting(
-        False,
-        "with --use-checkpoint-args, take the sizes of tensor and pipeline parallelism as well",
+        False, "with --use-checkpoint-args, take the sizes of tensor and pipeline parallelism as well",
         requires="--use-checkpoint-args",
     )
     dist_ckpt_strictness: str = setting(
-        "assume_ok_unexpected",
-        "handling of keys that only the run (unexpected) or only the checkpoint (missing) has: error (assume_ok_*, "
-        "raise_*), log message (log_*, return_*) or nothing (ignore_all); *_unexpected ignores missing keys",
+        "assume_ok_unexpected", "handling of keys that only the run (unexpected) or only the checkpoint (missing) has: "
+        "error (assume_ok_*, raise_*), log message (log_*, return_*) or nothing (ignore_all); *_unexpected ignores "
+        "missing keys",
         choices=(
-            "assume_ok_unexpected", "log_unexpected", "log_all", "raise_unexpected", "raise_all",
-            "return_unexpected", "return_all", "ignore_all",
+            "assume_ok_unexpected", "log_unexpected", "log_all", "raise_unexpected", "raise_all", "return_unexpected",
+            "return_all", "ignore_all",
         ),
-    )  # fmt: skip
+    )
     ckpt_step: Optional[int] = setting(
         None, "step of the checkpoint to load; default: the newest", range=AT_LEAST_1, requires="--load"
     )
     use_checkpoint_opt_param_scheduler: bool = setting(
-        False,
-        "use the checkpoint's learning-rate and weight-decay schedule instead of the flags'",
-        flags=("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler"),
-        needs="--load",
+        False, "use the checkpoint's learning-rate and weight-decay schedule instead of the flags'",
+        flags=("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler"), needs="--load",
     )
     override_opt_param_scheduler: bool = setting(
-        False,
-        "use the flags' learning-rate and weight-decay schedule even if the checkpoint's differs",
-        flags=("--override-opt_param-scheduler", "--override-opt-param-scheduler"),
-        needs="--load",
+        False, "use the flags' learning-rate and weight-decay schedule even if the checkpoint's differs",
+        flags=("--override-opt_param-scheduler", "--override-opt-param-scheduler"), needs="--load",
     )
     override_precision: bool = setting(
-        False,
-        "allow resuming with a different precision or recipe than the checkpoint's",
-        requires="--load",
+        False, "allow resuming with a different precision or recipe than the checkpoint's", requires="--load"
     )
     override_sample_order: bool = setting(
-        False,
-        "allow resuming with a different sample order than the checkpoint's (data, blend, split, seed or sequence "
-        "length)",
+        False, "allow resuming with a different sample order than the checkpoint's (data, blend, split, seed or "
+        "sequence length)",
         requires="--load",
     )
 
@@ -235,8 +196,7 @@ class LoggingConfig:
     ROLE: ClassVar[Role] = Role.OUTPUT
 
     log_interval: int = setting(
-        100,
-        "steps between console lines; the records have every step, and name saturated operands at this interval",
+        100, "steps between console lines; the records have every step, and name saturated operands at this interval",
         range=AT_LEAST_1,
     )
     tensorboard_dir: Optional[str] = setting(
@@ -250,26 +210,19 @@ class LoggingConfig:
         None, "local folder for Weights & Biases files", path=True, needs="--wandb-project"
     )
     fp8_log_interval: Optional[int] = setting(
-        None,
-        "steps between quantization statistics of the operands of linear layers; default: never",
-        range=AT_LEAST_1,
-        role=Role.OUTPUT | Role.MEMORY,
+        None, "steps between quantization statistics of the operands of linear layers; default: never",
+        range=AT_LEAST_1, role=Role.OUTPUT | Role.MEMORY,
     )
     fp8_log_layers: str = setting(
-        "*",
-        "linear layers with quantization statistics: comma-separated shell patterns of names such as "
+        "*", "linear layers with quantization statistics: comma-separated shell patterns of names such as "
         "layers.0.linear_fc1",
-        metavar="PATTERNS",
-        requires="--fp8-log-interval",
-        role=Role.OUTPUT | Role.MEMORY,
+        metavar="PATTERNS", requires="--fp8-log-interval", role=Role.OUTPUT | Role.MEMORY,
     )
     fp8_what_if: Optional[str] = setting(
         None,
         "comma-separated recipes for which to compute the same statistics: "
         f"{', '.join(each.name for each in registry.stateless())}",
-        metavar="RECIPES",
-        requires="--fp8-log-interval",
-        role=Role.OUTPUT | Role.MEMORY,
+        metavar="RECIPES", requires="--fp8-log-interval", role=Role.OUTPUT | Role.MEMORY,
     )
     log_throughput: bool = setting(True, "log TFLOP/s and MFU", flags=("--log-throughput",))
     log_params_norm: bool = setting(False, "log the norm of the weights")
@@ -282,9 +235,8 @@ class LoggingConfig:
         None, "show a progress bar; default only on a terminal", flags=("--progress-bar",), off=("--no-progress-bar",)
     )
     verbose: bool = setting(
-        False,
-        "print the recipe of every GEMM, the steps of setup and the warnings of all ranks at the start; with --dry-run "
-        "also all settings",
+        False, "print the recipe of every GEMM, the steps of setup and the warnings of all ranks at the start; with "
+        "--dry-run also all settings",
     )
     logging_level: Optional[int] = setting(
         None, "level of Python's logging module, for example 20 (INFO)", range=NOT_NEGATIVE

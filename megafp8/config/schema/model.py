@@ -16,6 +16,9 @@ from megafp8.config.schema.setting import (
     setting,
 )
 
+# A table: default and help of each setting, then what else is known about it.
+# fmt: off
+
 # ---- Settings of multi-token prediction: a base class of the section `model`, as those of mixtures are --------------
 
 MAX_DEPTHS = 64
@@ -26,17 +29,12 @@ class MultiTokenConfig:
     """Multi-token prediction (DeepSeek-AI 2024, DeepSeek-V3, section 2.2)."""
 
     mtp_num_layers: Optional[int] = setting(
-        None,
-        "multi-token prediction: layers after the model, of which each predicts one token further; default none",
-        maximum=MAX_DEPTHS,
-        range=AT_LEAST_1,
+        None, "multi-token prediction: layers after the model, of which each predicts one token further; default none",
+        maximum=MAX_DEPTHS, range=AT_LEAST_1,
     )
     mtp_loss_scaling_factor: float = setting(
-        0.1,
-        "multi-token prediction: factor of the mean of the layers' losses, which is added to the loss",
-        range=COEFFICIENT,
-        requires="--mtp-num-layers",
-        role=Role.LEARNING | Role.MEMORY,
+        0.1, "multi-token prediction: factor of the mean of the layers' losses, which is added to the loss",
+        range=COEFFICIENT, requires="--mtp-num-layers", role=Role.LEARNING | Role.MEMORY,
     )
 
 
@@ -53,39 +51,24 @@ class LatentAttentionConfig:
         False, "use multi-latent attention: queries, keys and values from low-rank projections of the hidden states"
     )
     q_lora_rank: Optional[int] = setting(
-        None,
-        "multi-latent attention: width of the compressed queries; default: queries are not compressed",
-        maximum=MAX_CHANNELS,
-        range=AT_LEAST_1,
-        requires="--multi-latent-attention",
+        None, "multi-latent attention: width of the compressed queries; default: queries are not compressed",
+        maximum=MAX_CHANNELS, range=AT_LEAST_1, requires="--multi-latent-attention",
     )
     kv_lora_rank: int = setting(
-        32,
-        "multi-latent attention: width of the compressed keys and values",
-        maximum=MAX_CHANNELS,
-        range=AT_LEAST_1,
-        requires="--multi-latent-attention",
+        32, "multi-latent attention: width of the compressed keys and values",
+        maximum=MAX_CHANNELS, range=AT_LEAST_1, requires="--multi-latent-attention",
     )
     qk_head_dim: int = setting(
-        128,
-        "multi-latent attention: channels without rotary embedding of a query or key head",
-        maximum=MAX_CHANNELS,
-        range=AT_LEAST_1,
-        requires="--multi-latent-attention",
+        128, "multi-latent attention: channels without rotary embedding of a query or key head",
+        maximum=MAX_CHANNELS, range=AT_LEAST_1, requires="--multi-latent-attention",
     )
     qk_pos_emb_head_dim: int = setting(
-        64,
-        "multi-latent attention: channels with rotary embedding of a query or key head",
-        maximum=MAX_CHANNELS,
-        range=AT_LEAST_1,
-        requires="--multi-latent-attention",
+        64, "multi-latent attention: channels with rotary embedding of a query or key head",
+        maximum=MAX_CHANNELS, range=AT_LEAST_1, requires="--multi-latent-attention",
     )
     v_head_dim: int = setting(
-        128,
-        "multi-latent attention: channels of a value head",
-        maximum=MAX_CHANNELS,
-        range=AT_LEAST_1,
-        requires="--multi-latent-attention",
+        128, "multi-latent attention: channels of a value head",
+        maximum=MAX_CHANNELS, range=AT_LEAST_1, requires="--multi-latent-attention",
     )
     rope_type: Optional[str] = setting(
         None, "rotary embedding of multi-latent attention; default yarn", choices=("rope", "yarn")
@@ -106,28 +89,22 @@ class ModelConfig(MultiTokenConfig, LatentAttentionConfig, MixtureModelConfig):
     ROLE: ClassVar[Role] = MODEL
 
     model_preset: Optional[str] = setting(
-        None,
-        "named model shape; other flags override its values (see --list-presets)",
-        role=Role.MEMORY,
+        None, "named model shape; other flags override its values (see --list-presets)", role=Role.MEMORY
     )
     num_layers: Optional[int] = setting(None, "number of transformer layers", maximum=10_000, range=AT_LEAST_1)
     hidden_size: Optional[int] = setting(
         None, "hidden size (width of the residual stream)", maximum=MAX_WIDTH, range=AT_LEAST_1
     )
     ffn_hidden_size: Optional[int] = setting(
-        None,
-        "hidden size of the MLP; default 4 x hidden size, with --swiglu 8/3 x hidden size rounded to a multiple of 64",
-        maximum=MAX_WIDTH,
-        range=AT_LEAST_1,
+        None, "hidden size of the MLP; default 4 x hidden size, with --swiglu 8/3 x hidden size rounded to a multiple "
+        "of 64",
+        maximum=MAX_WIDTH, range=AT_LEAST_1,
     )
     num_attention_heads: Optional[int] = setting(
         None, "number of attention (query) heads", maximum=MAX_HEADS, range=AT_LEAST_1
     )
     kv_channels: Optional[int] = setting(
-        None,
-        "channels per attention head; default hidden size / number of heads",
-        maximum=MAX_WIDTH,
-        range=AT_LEAST_1,
+        None, "channels per attention head; default hidden size / number of heads", maximum=MAX_WIDTH, range=AT_LEAST_1
     )
     group_query_attention: bool = setting(
         False, "use grouped-query attention (see --num-query-groups)", role=Role.LEARNING | Role.MEMORY
@@ -136,47 +113,35 @@ class ModelConfig(MultiTokenConfig, LatentAttentionConfig, MixtureModelConfig):
         1, "number of key-value heads with --group-query-attention", maximum=MAX_HEADS, range=AT_LEAST_1
     )
     max_position_embeddings: Optional[int] = setting(
-        None,
-        "maximum sequence length of the position embeddings; must be at least --seq-length",
-        maximum=INT32_MAX,
-        range=AT_LEAST_1,
+        None, "maximum sequence length of the position embeddings; must be at least --seq-length",
+        maximum=INT32_MAX, range=AT_LEAST_1,
     )
     position_embedding_type: str = setting(
         "learned_absolute", "position embeddings", choices=("learned_absolute", "rope", "yarn", "none")
     )
     add_position_embedding: bool = setting(
-        True,
-        "add learned position embeddings; only with other or no position embeddings",
-        off=("--no-position-embedding",),
-        role=Role.FUNCTION | Role.LEARNING | Role.MEMORY,
+        True, "add learned position embeddings; only with other or no position embeddings",
+        off=("--no-position-embedding",), role=Role.FUNCTION | Role.LEARNING | Role.MEMORY,
     )
     rotary_base: float = setting(
-        10000,
-        "base of the rotary embedding's frequencies",
-        needs="--position-embedding-type rope",
-        range=Range(1, 1e12),
+        10000, "base of the rotary embedding's frequencies",
+        needs="--position-embedding-type rope", range=Range(1, 1e12),
     )
     rotary_base_local: Optional[int] = setting(
-        None,
-        "base of the rotary embedding in layers with a sliding window, as in Gemma 3; default --rotary-base",
+        None, "base of the rotary embedding in layers with a sliding window, as in Gemma 3; default --rotary-base",
         range=AT_LEAST_1,
     )
     rotary_percent: float = setting(
-        1.0,
-        "fraction of each head's channels with rotary embedding",
-        needs="--position-embedding-type rope",
-        range=FRACTION_ABOVE_0,
+        1.0, "fraction of each head's channels with rotary embedding",
+        needs="--position-embedding-type rope", range=FRACTION_ABOVE_0,
     )
     rotary_interleaved: bool = setting(
-        False,
-        "rotate pairs of adjacent channels instead of pairs from the two halves of a head",
+        False, "rotate pairs of adjacent channels instead of pairs from the two halves of a head",
         needs="--position-embedding-type rope",
     )
     rotary_seq_len_interpolation_factor: Optional[int] = setting(
-        None,
-        "linear interpolation factor for rotary positions",
-        needs="--position-embedding-type rope",
-        range=AT_LEAST_1,
+        None, "linear interpolation factor for rotary positions",
+        needs="--position-embedding-type rope", range=AT_LEAST_1,
     )
     use_rope_scaling: bool = setting(
         False, "scale rotary frequencies as in Llama 3.1", requires="--position-embedding-type rope"
@@ -190,24 +155,18 @@ class ModelConfig(MultiTokenConfig, LatentAttentionConfig, MixtureModelConfig):
         0.0, "YaRN: coefficient of the scaling of attention, in its denominator", range=COEFFICIENT
     )
     yarn_original_max_position_embeddings: Optional[int] = setting(
-        None,
-        "YaRN: context length before the extension",
-        maximum=INT32_MAX,
-        range=AT_LEAST_1,
+        None, "YaRN: context length before the extension", maximum=INT32_MAX, range=AT_LEAST_1
     )
     yarn_beta_fast: float = setting(32.0, "YaRN: rotations above which frequencies are kept", range=POSITIVE_LIMIT)
     yarn_beta_slow: float = setting(
         1.0, "YaRN: rotations below which frequencies are interpolated", range=POSITIVE_LIMIT
     )
     yarn_correction_range_round_to_int: bool = setting(
-        True,
-        "round the channels between both to integers (YaRN)",
-        flags=("--yarn-correction-range-round-to-int",),
-        off=("--no-yarn-correction-range-round-to-int",),
+        True, "round the channels between both to integers (YaRN)",
+        flags=("--yarn-correction-range-round-to-int",), off=("--no-yarn-correction-range-round-to-int",),
     )
     no_rope_freq: Optional[str] = setting(
-        None,
-        "layers without rotary embedding: N for every N-th layer, or a list with 1 for these, like ([0]*3+[1])*4",
+        None, "layers without rotary embedding: N for every N-th layer, or a list with 1 for these, like ([0]*3+[1])*4",
         metavar="PATTERN",
     )
     normalization: str = setting("LayerNorm", "normalization layer", choices=("LayerNorm", "RMSNorm"))
@@ -219,8 +178,7 @@ class ModelConfig(MultiTokenConfig, LatentAttentionConfig, MixtureModelConfig):
     openai_gelu: bool = setting(False, "use the tanh approximation of GELU, as GPT-2")
     quick_geglu: bool = setting(False, "use a gated unit with x sigmoid(1.702 x) instead of GELU in the MLP (gpt-oss)")
     activation_func_clamp_value: Optional[float] = setting(
-        None,
-        "limit of the inputs of --quick-geglu or --swiglu: the gate's from above, the other half's on both sides",
+        None, "limit of the inputs of --quick-geglu or --swiglu: the gate's from above, the other half's on both sides",
         range=POSITIVE_LIMIT,
     )
     glu_linear_offset: float = setting(
@@ -234,9 +192,8 @@ class ModelConfig(MultiTokenConfig, LatentAttentionConfig, MixtureModelConfig):
         False, "with --qk-layernorm: normalize the channels of all heads together, as in OLMo 2, instead of each head"
     )
     norm_placement: str = setting(
-        "pre",
-        "norms of attention and MLP: pre (on their inputs), post (on their outputs, before the residual is added, as "
-        "in OLMo 2) or sandwich (on both, as in Gemma 2)",
+        "pre", "norms of attention and MLP: pre (on their inputs), post (on their outputs, before the residual is "
+        "added, as in OLMo 2) or sandwich (on both, as in Gemma 2)",
         choices=("pre", "post", "sandwich"),
     )
     parallel_residual: bool = setting(
@@ -244,39 +201,26 @@ class ModelConfig(MultiTokenConfig, LatentAttentionConfig, MixtureModelConfig):
     )
     embedding_multiplier: float = setting(1.0, "multiply the output of the embedding by this", range=POSITIVE_LIMIT)
     residual_multiplier: float = setting(
-        1.0,
-        "multiply the outputs of attention and MLP by this, before they are added",
-        range=POSITIVE_LIMIT,
+        1.0, "multiply the outputs of attention and MLP by this, before they are added", range=POSITIVE_LIMIT
     )
     softmax_scale: Optional[float] = setting(
-        None,
-        "multiply Q*K by this before the softmax; default 1 / sqrt(channels per head)",
-        range=POSITIVE_LIMIT,
+        None, "multiply Q*K by this before the softmax; default 1 / sqrt(channels per head)", range=POSITIVE_LIMIT
     )
     logits_scaling: float = setting(1.0, "divide the logits by this", range=POSITIVE_LIMIT)
     share_embeddings_and_output_weights: bool = setting(
         True, "share the weights of the embedding and the output layer", off=("--untie-embeddings-and-output-weights",)
     )
     vocab_size: Optional[int] = setting(
-        None,
-        "vocabulary size before padding; default: that of the tokenizer",
-        maximum=INT32_MAX,
-        range=AT_LEAST_1,
-        role=Role.WEIGHTS | Role.SAMPLES | Role.MEMORY,
+        None, "vocabulary size before padding; default: that of the tokenizer",
+        maximum=INT32_MAX, range=AT_LEAST_1, role=Role.WEIGHTS | Role.SAMPLES | Role.MEMORY,
     )
     make_vocab_size_divisible_by: int = setting(
-        128,
-        "pad the vocabulary to a multiple of this x tensor-parallel size",
-        maximum=INT32_MAX,
-        range=AT_LEAST_1,
-        role=Role.LEARNING | Role.MEMORY,
+        128, "pad the vocabulary to a multiple of this x tensor-parallel size",
+        maximum=INT32_MAX, range=AT_LEAST_1, role=Role.LEARNING | Role.MEMORY,
     )
     padded_vocab_size: Optional[int] = setting(
-        None,
-        "rows of the embedding, instead of the vocabulary size after padding",
-        maximum=INT32_MAX,
-        range=AT_LEAST_1,
-        role=Role.FUNCTION | Role.MEMORY,
+        None, "rows of the embedding, instead of the vocabulary size after padding",
+        maximum=INT32_MAX, range=AT_LEAST_1, role=Role.FUNCTION | Role.MEMORY,
     )
     attention_dropout: float = setting(
         0.1, "dropout probability of attention weights", range=FRACTION_BELOW_1, role=Role.LEARNING | Role.MEMORY
@@ -285,52 +229,39 @@ class ModelConfig(MultiTokenConfig, LatentAttentionConfig, MixtureModelConfig):
         0.1, "dropout probability of hidden states", range=FRACTION_BELOW_1, role=Role.LEARNING | Role.MEMORY
     )
     init_method_std: float = setting(
-        0.02, "standard deviation of the initial weights", range=COEFFICIENT, role=Role.START | Role.MEMORY
+        0.02, "standard deviation of the initial weights", range=COEFFICIENT, role=Role.MEMORY
     )
     embedding_init_method_std: Optional[float] = setting(
-        None,
-        "standard deviation of the initial embeddings; default: --init-method-std",
-        range=COEFFICIENT,
-        role=Role.START | Role.MEMORY,
+        None, "standard deviation of the initial embeddings; default: --init-method-std",
+        range=COEFFICIENT, role=Role.MEMORY,
     )
     attention_softmax_in_fp32: bool = setting(
-        True,
-        "compute the attention softmax in FP32",
-        flags=("--attention-softmax-in-fp32",),
-        role=Role.LEARNING | Role.MEMORY,
+        True, "compute the attention softmax in FP32",
+        flags=("--attention-softmax-in-fp32",), role=Role.LEARNING | Role.MEMORY,
     )
     apply_query_key_layer_scaling: bool = setting(
         False, "scale Q*K by 1 / layer number (implies FP32 softmax)", role=Role.LEARNING | Role.MEMORY
     )
     window_size: Optional[str] = setting(
-        None,
-        "sliding attention window: each token attends to itself and to LEFT tokens before it; RIGHT is 0, as attention "
-        "is causal",
+        None, "sliding attention window: each token attends to itself and to LEFT tokens before it; RIGHT is 0, as "
+        "attention is causal",
         metavar="LEFT,RIGHT",
     )
     window_attn_skip_freq: Optional[str] = setting(
-        None,
-        "layers with full attention beside --window-size: N for every N-th layer, or a list with 1 for windows, like "
-        "([1]*3+[0])*4",
-        metavar="PATTERN",
-        requires="--window-size",
+        None, "layers with full attention beside --window-size: N for every N-th layer, or a list with 1 for windows, "
+        "like ([1]*3+[0])*4",
+        metavar="PATTERN", requires="--window-size",
     )
     softmax_type: str = setting(
-        "vanilla",
-        "attention softmax; off-by-one adds 1 to its denominator, learnable adds exp of a parameter of each head",
+        "vanilla", "attention softmax; off-by-one adds 1 to its denominator, learnable adds exp of a parameter of each "
+        "head",
         choices=("vanilla", "off-by-one", "learnable"),
     )
     attention_logit_softcapping: Optional[float] = setting(
-        None,
-        "cap attention scores softly: x becomes C tanh(x / C) (Gemma 2)",
-        metavar="C",
-        range=POSITIVE_LIMIT,
+        None, "cap attention scores softly: x becomes C tanh(x / C) (Gemma 2)", metavar="C", range=POSITIVE_LIMIT
     )
     output_logit_softcapping: Optional[float] = setting(
-        None,
-        "cap the output logits softly: x becomes C tanh(x / C) (Gemma 2)",
-        metavar="C",
-        range=POSITIVE_LIMIT,
+        None, "cap the output logits softly: x becomes C tanh(x / C) (Gemma 2)", metavar="C", range=POSITIVE_LIMIT
     )
 
 
@@ -338,41 +269,29 @@ class ModelConfig(MultiTokenConfig, LatentAttentionConfig, MixtureModelConfig):
 class ParallelConfig(MixtureParallelConfig):
     """How the work is split over ranks. world = tensor x pipeline x context x data."""
 
-    ROLE: ClassVar[Role] = Role.SPEED | Role.MEMORY
+    ROLE: ClassVar[Role] = Role.MEMORY
 
     tensor_model_parallel_size: int = setting(
-        1,
-        "number of tensor-parallel ranks, which split each layer's weight matrices",
-        range=AT_LEAST_1,
-        role=Role.CARRIED | Role.SPEED | Role.MEMORY,
+        1, "number of tensor-parallel ranks, which split each layer's weight matrices",
+        range=AT_LEAST_1, role=Role.CARRIED | Role.MEMORY,
     )
     pipeline_model_parallel_size: int = setting(
-        1,
-        "number of pipeline-parallel ranks, which split the sequence of layers",
-        range=AT_LEAST_1,
-        role=Role.CARRIED | Role.SPEED | Role.MEMORY,
+        1, "number of pipeline-parallel ranks, which split the sequence of layers",
+        range=AT_LEAST_1, role=Role.CARRIED | Role.MEMORY,
     )
     num_layers_per_virtual_pipeline_stage: Optional[int] = setting(
-        None,
-        "layers per virtual pipeline stage (interleaved schedule)",
-        range=AT_LEAST_1,
-        role=Role.CARRIED | Role.SPEED | Role.MEMORY,
+        None, "layers per virtual pipeline stage (interleaved schedule)",
+        range=AT_LEAST_1, role=Role.CARRIED | Role.MEMORY,
     )
     num_virtual_stages_per_pipeline_rank: Optional[int] = setting(
-        None,
-        "virtual pipeline stages per pipeline rank (interleaved schedule)",
-        range=AT_LEAST_1,
-        role=Role.CARRIED | Role.SPEED | Role.MEMORY,
+        None, "virtual pipeline stages per pipeline rank (interleaved schedule)",
+        range=AT_LEAST_1, role=Role.CARRIED | Role.MEMORY,
     )
     decoder_first_pipeline_num_layers: Optional[int] = setting(
-        None,
-        "layers of the first pipeline stage; default: as many as other stages",
-        range=AT_LEAST_1,
+        None, "layers of the first pipeline stage; default: as many as other stages", range=AT_LEAST_1
     )
     decoder_last_pipeline_num_layers: Optional[int] = setting(
-        None,
-        "layers of the last pipeline stage; default: as many as other stages",
-        range=AT_LEAST_1,
+        None, "layers of the last pipeline stage; default: as many as other stages", range=AT_LEAST_1
     )
     account_for_embedding_in_pipeline_split: bool = setting(
         False, "count the embedding as one layer when layers are split over pipeline stages"
@@ -381,105 +300,82 @@ class ParallelConfig(MixtureParallelConfig):
         False, "count the output layer and the loss as one layer when layers are split over pipeline stages"
     )
     pipeline_model_parallel_layout: Optional[str] = setting(
-        None,
-        "contents of every (virtual) pipeline stage, separated by |; E: embedding, t: a layer, L: output layer and "
-        "loss, x*N or (...)*N: N times; for example Et*3|(tt|)*6tL",
+        None, "contents of every (virtual) pipeline stage, separated by |; E: embedding, t: a layer, L: output layer "
+        "and loss, x*N or (...)*N: N times; for example Et*3|(tt|)*6tL",
         metavar="STRING",
     )
     microbatch_group_size_per_virtual_pipeline_stage: Optional[int] = setting(
-        None,
-        "consecutive microbatches of a virtual pipeline stage; default: number of pipeline-parallel ranks",
+        None, "consecutive microbatches of a virtual pipeline stage; default: number of pipeline-parallel ranks",
         range=AT_LEAST_1,
     )
     use_tp_pp_dp_mapping: bool = setting(
         False, "order ranks by tensor, context, pipeline, data instead of tensor, context, data, pipeline"
     )
     pipeline_model_parallel_comm_backend: Optional[str] = setting(
-        None,
-        "communication backend between pipeline stages; default: that of the other collectives",
+        None, "communication backend between pipeline stages; default: that of the other collectives",
         choices=("nccl", "ucc"),
     )
     context_parallel_size: int = setting(
         1, "number of context-parallel ranks, which split each sequence", range=AT_LEAST_1
     )
     cp_comm_type: str = setting(
-        "p2p",
-        "communication of context-parallel attention in Transformer Engine",
+        "p2p", "communication of context-parallel attention in Transformer Engine",
         choices=("p2p", "a2a", "allgather", "a2a+p2p"),
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] = setting(
-        (),
-        "group sizes of --cp-comm-type a2a+p2p, from the innermost: ranks of the all-to-all, then of the ring; their "
-        "product is --context-parallel-size",
+        (), "group sizes of --cp-comm-type a2a+p2p, from the innermost: ranks of the all-to-all, then of the ring; "
+        "their product is --context-parallel-size",
         many=True,
     )
     sequence_parallel: bool = setting(
         False, "split norms and dropout along the sequence over the tensor-parallel ranks"
     )
     use_distributed_optimizer: Optional[bool] = setting(
-        None,
-        "shard optimizer state over data-parallel ranks, of --optimizer muon by complete weights; default on GPUs "
-        "with --optimizer adam",
-        flags=("--use-distributed-optimizer",),
-        off=("--no-use-distributed-optimizer",),
-        role=Role.SPEED | Role.MEMORY | Role.AUTOMATIC,
+        None, "shard optimizer state over data-parallel ranks, of --optimizer muon by complete weights; default on "
+        "GPUs with --optimizer adam",
+        flags=("--use-distributed-optimizer",), off=("--no-use-distributed-optimizer",),
+        role=Role.MEMORY | Role.AUTOMATIC,
     )
     use_torch_fsdp2: bool = setting(
         False, "shard weights, gradients and optimizer state over data-parallel ranks with torch's FSDP2"
     )
     num_distributed_optimizer_instances: int = setting(
-        1,
-        "number of replicas of --use-torch-fsdp2, each sharded over consecutive data-parallel ranks (hybrid sharding); "
-        "without it all data-parallel ranks share one state",
+        1, "number of replicas of --use-torch-fsdp2, each sharded over consecutive data-parallel ranks (hybrid "
+        "sharding); without it all data-parallel ranks share one state",
         range=AT_LEAST_1,
     )
     torch_fsdp2_reshard_after_forward: bool = setting(
-        True,
-        "free the gathered weights of a layer after its forward pass, and gather them again for its backward pass",
-        off=("--torch-fsdp2-no-reshard-after-forward",),
-        requires="--use-torch-fsdp2",
+        True, "free the gathered weights of a layer after its forward pass, and gather them again for its backward "
+        "pass",
+        off=("--torch-fsdp2-no-reshard-after-forward",), requires="--use-torch-fsdp2",
     )
     overlap_grad_reduce: Optional[bool] = setting(
-        None,
-        "overlap gradient reduction with the backward pass; default on GPUs with the distributed optimizer",
-        flags=("--overlap-grad-reduce",),
-        off=("--no-overlap-grad-reduce",),
-        role=Role.SPEED | Role.MEMORY | Role.AUTOMATIC,
+        None, "overlap gradient reduction with the backward pass; default on GPUs with the distributed optimizer",
+        flags=("--overlap-grad-reduce",), off=("--no-overlap-grad-reduce",), role=Role.MEMORY | Role.AUTOMATIC,
     )
     overlap_param_gather: Optional[bool] = setting(
-        None,
-        "overlap the parameter all-gather with the forward pass; default with --overlap-grad-reduce",
-        flags=("--overlap-param-gather",),
-        off=("--no-overlap-param-gather",),
-        role=Role.SPEED | Role.MEMORY | Role.AUTOMATIC,
+        None, "overlap the parameter all-gather with the forward pass; default with --overlap-grad-reduce",
+        flags=("--overlap-param-gather",), off=("--no-overlap-param-gather",), role=Role.MEMORY | Role.AUTOMATIC,
     )
     use_nccl_ub: Optional[bool] = setting(
-        None,
-        "keep weights and gradients in memory registered with NCCL, which then gathers weights with copy engines; "
-        "default on GPUs with --overlap-param-gather",
-        flags=("--use-nccl-ub",),
-        off=("--no-use-nccl-ub",),
-        role=Role.SPEED | Role.MEMORY | Role.AUTOMATIC,
+        None, "keep weights and gradients in memory registered with NCCL, which then gathers weights with copy "
+        "engines; default on GPUs with --overlap-param-gather",
+        flags=("--use-nccl-ub",), off=("--no-use-nccl-ub",), role=Role.MEMORY | Role.AUTOMATIC,
     )
     overlap_p2p_comm: bool = setting(
-        True,
-        "overlap pipeline communication with computation (interleaved schedule)",
+        True, "overlap pipeline communication with computation (interleaved schedule)",
         off=("--no-overlap-p2p-communication",),
     )
     overlap_p2p_comm_warmup_flush: bool = setting(
-        False,
-        "overlap pipeline communication in warmup and flush, too (interleaved schedule)",
+        False, "overlap pipeline communication in warmup and flush, too (interleaved schedule)",
         flags=("--overlap-p2p-communication-warmup-flush",),
     )
     tp_comm_overlap: bool = setting(
         False, "overlap tensor-parallel communication with GEMMs (Transformer Engine's user buffers)"
     )
     tp_comm_overlap_cfg: Optional[str] = setting(
-        None,
-        "YAML file that configures the overlap per GEMM (Transformer Engine's `ub_cfgs`)",
-        metavar="FILE",
-        path=True,
-        needs="--tp-comm-overlap",
+        None, "YAML file that configures the overlap per GEMM (Transformer Engine's `ub_cfgs`)",
+        metavar="FILE", path=True, needs="--tp-comm-overlap",
     )
     tp_comm_overlap_ag: bool = setting(
         True, "overlap all-gathers", off=("--disable-tp-comm-overlap-ag",), needs="--tp-comm-overlap"
@@ -491,22 +387,16 @@ class ParallelConfig(MixtureParallelConfig):
         False, "overlap reduce-scatters with the dgrad GEMM instead of wgrad", needs="--tp-comm-overlap"
     )
     tp_comm_bulk_dgrad: bool = setting(
-        True,
-        "overlap the all-gather of inputs with the complete dgrad GEMM",
-        off=("--disable-tp-comm-bulk-dgrad",),
-        needs="--tp-comm-overlap",
+        True, "overlap the all-gather of inputs with the complete dgrad GEMM",
+        off=("--disable-tp-comm-bulk-dgrad",), needs="--tp-comm-overlap",
     )
     tp_comm_bulk_wgrad: bool = setting(
-        True,
-        "overlap the reduce-scatter with the complete wgrad GEMM",
-        off=("--disable-tp-comm-bulk-wgrad",),
-        needs="--tp-comm-overlap",
+        True, "overlap the reduce-scatter with the complete wgrad GEMM",
+        off=("--disable-tp-comm-bulk-wgrad",), needs="--tp-comm-overlap",
     )
     tp_comm_bootstrap_backend: str = setting(
-        "nccl",
-        "communication backend for the setup of user buffers",
-        choices=("nccl", "gloo", "mpi"),
-        needs="--tp-comm-overlap",
+        "nccl", "communication backend for the setup of user buffers",
+        choices=("nccl", "gloo", "mpi"), needs="--tp-comm-overlap",
     )
     ddp_bucket_size: Optional[int] = setting(
         None, "parameters per gradient bucket; default: megatron-core's", range=AT_LEAST_1
@@ -521,8 +411,6 @@ class ParallelConfig(MixtureParallelConfig):
         10, "timeout of collectives, in minutes", range=AT_LEAST_1, role=Role.OUTPUT
     )
     rendezvous_timeout_s: float = setting(
-        300.0,
-        "timeout for all ranks to connect at startup, in seconds; the error lists the missing ranks",
-        range=POSITIVE_LIMIT,
-        role=Role.OUTPUT,
+        300.0, "timeout for all ranks to connect at startup, in seconds; the error lists the missing ranks",
+        range=POSITIVE_LIMIT, role=Role.OUTPUT,
     )

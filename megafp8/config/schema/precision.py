@@ -12,6 +12,10 @@ EXCLUDED_BY_DEFAULT = ("*norm*", "*embedding*")
 NO_PATTERN = "none"
 
 
+# A table: default and help of each setting, then what else is known about it.
+# fmt: off
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
     """Number formats."""
@@ -21,20 +25,17 @@ class PrecisionConfig:
     bf16: bool = setting(False, "train in BF16 with FP32 master weights")
     fp16: bool = setting(False, "train in FP16 with FP32 master weights and loss scaling")
     fp8_format: Optional[str] = setting(
-        None,
-        "train linear layers in FP8; e4m3: all tensors, hybrid: E4M3 for inputs and weights, E5M2 for output "
+        None, "train linear layers in FP8; e4m3: all tensors, hybrid: E4M3 for inputs and weights, E5M2 for output "
         "gradients, e5m2: all tensors (emulated only)",
         choices=FP8_FORMATS,
     )
     fp8_recipe: str = setting(
-        registry.DEFAULT_FP8,
-        "FP8 recipe: granularity and computation of the scales",
+        registry.DEFAULT_FP8, "FP8 recipe: granularity and computation of the scales",
         choices=functools.partial(registry.names, "fp8"),
     )
     fp4_format: Optional[str] = setting(None, "train linear layers in FP4; e2m1: all tensors", choices=FP4_FORMATS)
     fp4_recipe: str = setting(
-        registry.DEFAULT_FP4,
-        "FP4 recipe: granularity and computation of the scales",
+        registry.DEFAULT_FP4, "FP4 recipe: granularity and computation of the scales",
         choices=functools.partial(registry.names, "fp4"),
     )
     fp4_hadamard: bool = setting(
@@ -44,28 +45,24 @@ class PrecisionConfig:
         True, "round output gradients stochastically", off=("--no-fp4-stochastic-rounding",)
     )
     fp4_2d_weights: bool = setting(
-        True,
-        "quantize weights in square blocks, so that forward and backward passes use the same values",
+        True, "quantize weights in square blocks, so that forward and backward passes use the same values",
         off=("--no-fp4-2d-weights",),
     )
     fp4_four_over_six: bool = setting(
-        False,
-        "four-over-six scaling with emulated layers: map the largest value of each block that is rounded to nearest to "
-        "4 or to 6, whichever has the smaller error",
+        False, "four-over-six scaling with emulated layers: map the largest value of each block that is rounded to "
+        "nearest to 4 or to 6, whichever has the smaller error",
     )
     fp8_lm_level: Optional[str] = setting(
-        None,
-        "FP8-LM's level of low precision, as defaults of other flags; O1: FP8 gradients between ranks, O2: and FP8 and "
-        "FP16 moments, O3: and FP8 weights with FP16 master weights (see docs/fp8_lm.md)",
+        None, "FP8-LM's level of low precision, as defaults of other flags; O1: FP8 gradients between ranks, O2: and "
+        "FP8 and FP16 moments, O3: and FP8 weights with FP16 master weights (see docs/fp8_lm.md)",
         choices=("O1", "O2", "O3"),
     )
     fp8_margin: int = setting(0, "divide quantization scales by 2^margin", range=Range(-126, 126))
     fp8_amax_history_len: int = setting(1, "length of the amax history, in steps", range=AT_LEAST_1)
     fp8_amax_compute_algo: str = setting("most_recent", "amax to use from the history", choices=("most_recent", "max"))
     fp8_delayed_start: str = setting(
-        "calibrated",
-        "scales of the first step; calibrated: from an extra forward and backward pass of the first batch without an "
-        "update, te: all 1, as in Transformer Engine",
+        "calibrated", "scales of the first step; calibrated: from an extra forward and backward pass of the first "
+        "batch without an update, te: all 1, as in Transformer Engine",
         choices=("calibrated", "te"),
     )
     tp_only_amax_red: bool = setting(
@@ -76,37 +73,30 @@ class PrecisionConfig:
         False,
         "store and all-gather the weights of linear layers as FP8 codes and scales, without a BF16 copy (emulated: "
         f"{', '.join(registry.with_param_gather())})",
-        flags=("--fp8-param-gather",),
-        off=("--no-fp8-param-gather",),
+        flags=("--fp8-param-gather",), off=("--no-fp8-param-gather",),
     )
     fp8_saved_activations: tuple[str, ...] = setting(
-        (),
-        "activations that are kept for the backward pass as FP8 codes with a scale for 16 elements; norm: inputs of "
-        "the layers' norms, activation: what the activation function of the MLP saves (see docs/fp8_lm.md)",
-        many=True,
-        choices=("norm", "activation"),
+        (), "activations that are kept for the backward pass as FP8 codes with a scale for 16 elements; norm: inputs "
+        "of the layers' norms, activation: what the activation function of the MLP saves (see docs/fp8_lm.md)",
+        many=True, choices=("norm", "activation"),
     )
     fp8_power_2_scale: bool = setting(False, "with emulated layers, round scales down to powers of two")
     fp8_tensorwise_margin: int = setting(
-        0,
-        "with emulated layers, divide tensorwise scales by 2^margin; below 0 the largest values saturate, for "
+        0, "with emulated layers, divide tensorwise scales by 2^margin; below 0 the largest values saturate, for "
         "comparisons with a recipe that is known to be worse",
         range=Range(-126, 126),
     )
     fp8_e8m0_floor: bool = setting(
-        False,
-        "with emulated layers, round E8M0 scales down as the OCP specification does, which saturates the largest "
-        "values of some blocks, for comparisons",
+        False, "with emulated layers, round E8M0 scales down as the OCP specification does, which saturates the "
+        "largest values of some blocks, for comparisons",
     )
     fp8_block_scaling_fp32_scales: bool = setting(
-        False,
-        "with emulated layers, use FP32 scales instead of powers of two; for Transformer Engine, set the environment "
-        "variable NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1",
+        False, "with emulated layers, use FP32 scales instead of powers of two; for Transformer Engine, set the "
+        "environment variable NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1",
     )
     fp8_amax_reduction: str = setting(
-        "te",
-        "amax reduction over tensor-parallel ranks with emulated layers; te: the operands that Transformer Engine "
-        "reduces, all: every operand, so that scales do not depend on the layout",
+        "te", "amax reduction over tensor-parallel ranks with emulated layers; te: the operands that Transformer "
+        "Engine reduces, all: every operand, so that scales do not depend on the layout",
         choices=("te", "all"),
     )
     first_last_layers_bf16: bool = setting(False, "keep the first and last transformer layers in high precision")
@@ -117,57 +107,44 @@ class PrecisionConfig:
         1, "last layers in high precision with --first-last-layers-bf16", range=NOT_NEGATIVE
     )
     precision_map: tuple[str, ...] = setting(
-        (),
-        "recipe of linear layers or of some of their GEMMs: PATTERN[:GEMMS]=RECIPE[/FORMAT], for example "
+        (), "recipe of linear layers or of some of their GEMMs: PATTERN[:GEMMS]=RECIPE[/FORMAT], for example "
         "'layers.20-23.*:dgrad,wgrad=bf16'; repeatable, later entries take precedence (see docs/precision.md)",
-        flags=("--precision",),
-        many=True,
-        metavar="ENTRY",
+        flags=("--precision",), many=True, metavar="ENTRY",
     )
     fp8_schedule: Optional[str] = setting(
-        None,
-        "alternating phases in FP8 and high precision, each with its last step: bf16:100,fp8:900,bf16",
+        None, "alternating phases in FP8 and high precision, each with its last step: bf16:100,fp8:900,bf16",
         metavar="PHASES",
     )
     transformer_impl: str = setting(
-        "auto",
-        "layer implementation; transformer_engine: CUDA only, emulated: emulated FP8 and FP4 on any device, local: "
-        "megatron-core's layers without FP8, auto: transformer_engine if it supports the recipe on this GPU, else "
-        "emulated",
+        "auto", "layer implementation; transformer_engine: CUDA only, emulated: emulated FP8 and FP4 on any device, "
+        "local: megatron-core's layers without FP8, auto: transformer_engine if it supports the recipe on this GPU, "
+        "else emulated",
         choices=("auto", "transformer_engine", "emulated", "local"),
     )
     emulation: bool = setting(
-        True,
-        "emulate recipes that the device does not support (without emulation, they are an error)",
+        True, "emulate recipes that the device does not support (without emulation, they are an error)",
         off=("--no-emulation",),
     )
     attention_backend: str = setting(
-        "auto",
-        "attention implementation; layers without Transformer Engine have sdpa and unfused",
+        "auto", "attention implementation; layers without Transformer Engine have sdpa and unfused",
         choices=("auto", "flash", "fused", "unfused", "local", "sdpa"),
     )
     cross_entropy_loss_fusion: Optional[bool] = setting(
-        None,
-        "use a fused cross-entropy loss; default with Transformer Engine's layers",
-        flags=("--cross-entropy-loss-fusion",),
-        off=("--no-cross-entropy-loss-fusion",),
+        None, "use a fused cross-entropy loss; default with Transformer Engine's layers",
+        flags=("--cross-entropy-loss-fusion",), off=("--no-cross-entropy-loss-fusion",),
         role=Role.LEARNING | Role.MEMORY | Role.AUTOMATIC,
     )
     cross_entropy_fusion_impl: Optional[str] = setting(
-        None,
-        "implementation of the fused cross-entropy loss; default native with --cross-entropy-loss-fusion",
-        choices=("native", "te"),
-        role=Role.LEARNING | Role.MEMORY | Role.AUTOMATIC,
+        None, "implementation of the fused cross-entropy loss; default native with --cross-entropy-loss-fusion",
+        choices=("native", "te"), role=Role.LEARNING | Role.MEMORY | Role.AUTOMATIC,
     )
     gradient_accumulation_fusion: bool = setting(
-        True,
-        "accumulate weight gradients in the wgrad GEMM where the layer supports it; never with --use-torch-fsdp2",
+        True, "accumulate weight gradients in the wgrad GEMM where the layer supports it; never with --use-torch-fsdp2",
         off=("--no-gradient-accumulation-fusion",),
     )
     gradient_overwrite: bool = setting(
-        True,
-        "overwrite gradient buffers in the first microbatch instead of zeroing and accumulating (Transformer Engine's "
-        "layers without pipeline parallelism)",
+        True, "overwrite gradient buffers in the first microbatch instead of zeroing and accumulating (Transformer "
+        "Engine's layers without pipeline parallelism)",
         off=("--no-gradient-overwrite",),
     )
     fp8_dot_product_attention: bool = setting(
@@ -185,18 +162,15 @@ class PrecisionConfig:
     )
     apply_rope_fusion: bool = setting(True, "use the fused rotary embedding (CUDA)", off=("--no-rope-fusion",))
     split_rope_fusion: Optional[bool] = setting(
-        None,
-        "split queries, keys and values and apply the rotary embedding in one kernel; default with Transformer "
+        None, "split queries, keys and values and apply the rotary embedding in one kernel; default with Transformer "
         "Engine's layers at --rotary-percent 1",
-        flags=("--split-rope-fusion",),
-        off=("--no-split-rope-fusion",),
+        flags=("--split-rope-fusion",), off=("--no-split-rope-fusion",),
     )
     swiglu_quantize_fusion: Optional[bool] = setting(
         None,
         f"compute SwiGLU and quantize its output in one kernel ({', '.join(registry.with_fused_swiglu())}; "
         f"{', '.join(registry.with_triton_casts())} with --quantize-kernels triton); default with fused operations",
-        flags=("--swiglu-quantize-fusion",),
-        off=("--no-swiglu-quantize-fusion",),
+        flags=("--swiglu-quantize-fusion",), off=("--no-swiglu-quantize-fusion",),
     )
     quantize_kernels: Optional[str] = setting(
         None,
@@ -206,54 +180,42 @@ class PrecisionConfig:
         choices=("te", "triton"),
     )
     residual_norm_fusion: bool = setting(
-        False,
-        "with fused operations, add the residual's gradient in the backward kernel of the MLP's RMSNorm; the sum is "
-        "rounded once instead of twice",
+        False, "with fused operations, add the residual's gradient in the backward kernel of the MLP's RMSNorm; the "
+        "sum is rounded once instead of twice",
     )
     use_transformer_engine_op_fuser: Optional[bool] = setting(
-        None,
-        "use Transformer Engine's fused operations for the MLP; default where tests show the same results as its "
+        None, "use Transformer Engine's fused operations for the MLP; default where tests show the same results as its "
         "layers",
-        flags=("--use-transformer-engine-op-fuser",),
-        off=("--no-use-transformer-engine-op-fuser",),
+        flags=("--use-transformer-engine-op-fuser",), off=("--no-use-transformer-engine-op-fuser",),
     )
     accumulate_allreduce_grads_in_fp32: bool = setting(
         False, "accumulate and reduce gradients in FP32; default with --bf16, unless --grad-reduce-in-bf16"
     )
     grad_reduce_in_bf16: bool = setting(False, "reduce gradients in BF16")
     grad_reduce_in_fp8: bool = setting(
-        False,
-        "send gradients between data-parallel ranks as FP8 codes, and add them in FP32 (see docs/fp8_lm.md)",
-        flags=("--grad-reduce-in-fp8",),
-        off=("--no-grad-reduce-in-fp8",),
+        False, "send gradients between data-parallel ranks as FP8 codes, and add them in FP32 (see docs/fp8_lm.md)",
+        flags=("--grad-reduce-in-fp8",), off=("--no-grad-reduce-in-fp8",),
     )
     grad_reduce_fp8_format: str = setting(
         "e4m3", "format of the codes of gradients", choices=("e4m3", "e5m2"), requires="--grad-reduce-in-fp8"
     )
     grad_reduce_fp8_scaling: str = setting(
-        "block",
-        "scales of the codes of gradients; block: one for 128 elements, tensor: one for each parameter, common to all "
-        "ranks, with FP8-LM's automatic factor",
-        choices=("block", "tensor"),
-        requires="--grad-reduce-in-fp8",
+        "block", "scales of the codes of gradients; block: one for 128 elements, tensor: one for each parameter, "
+        "common to all ranks, with FP8-LM's automatic factor",
+        choices=("block", "tensor"), requires="--grad-reduce-in-fp8",
     )
     grad_reduce_fp8_intra_node: str = setting(
-        "fp8",
-        "what ranks of one node, or with --use-torch-fsdp2 of one replica, send each other; fp8: codes, as to the "
-        "others; bf16, fp32: gradients in that dtype, so that the codes of their sums go to the others",
-        choices=("fp8", "bf16", "fp32"),
-        requires="--grad-reduce-in-fp8",
+        "fp8", "what ranks of one node, or with --use-torch-fsdp2 of one replica, send each other; fp8: codes, as to "
+        "the others; bf16, fp32: gradients in that dtype, so that the codes of their sums go to the others",
+        choices=("fp8", "bf16", "fp32"), requires="--grad-reduce-in-fp8",
     )
     grad_reduce_fp8_error_feedback: bool = setting(
-        False,
-        "add the quantization error of a step to the gradients of the next one; 4 bytes a parameter, also saved",
+        False, "add the quantization error of a step to the gradients of the next one; 4 bytes a parameter, also saved",
         requires="--grad-reduce-in-fp8",
     )
     grad_reduce_fp8_exclude: tuple[str, ...] = setting(
-        EXCLUDED_BY_DEFAULT,
-        "parameters whose gradients are not sent as FP8 codes, by patterns of their names; none: send all as codes",
-        many=True,
-        metavar="PATTERN",
-        requires="--grad-reduce-in-fp8",
+        EXCLUDED_BY_DEFAULT, "parameters whose gradients are not sent as FP8 codes, by patterns of their names; none: "
+        "send all as codes",
+        many=True, metavar="PATTERN", requires="--grad-reduce-in-fp8",
     )
     deterministic_mode: bool = setting(False, "use only deterministic kernels, so that runs are bitwise reproducible")

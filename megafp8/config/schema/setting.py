@@ -24,8 +24,6 @@ class Role(enum.Flag):
     """The shape or the meaning of the weights: a run that continues a checkpoint must have the same value."""
     LEARNING = enum.auto()
     """What a run learns: a run that continues a checkpoint names a change."""
-    START = enum.auto()
-    """The initial weights only."""
     SAMPLES = enum.auto()
     """Samples and their order: the indices of a dataset depend on it."""
     CARRIED = enum.auto()
@@ -33,8 +31,6 @@ class Role(enum.Flag):
     --use-mp-args-from-checkpoint-args."""
     MEMORY = enum.auto()
     """Memory or time of a step: --micro-batch-size auto searches again."""
-    SPEED = enum.auto()
-    """Speed, or which validations there are."""
     AUTOMATIC = enum.auto()
     """Chosen by megafp8 (`resources/automatic.py`) where it is None or "auto". A resumed run chooses anew; a
     comparison that goes on (`launch/compared_runs.py`) sees no difference in it."""
@@ -42,6 +38,8 @@ class Role(enum.Flag):
     """What is saved and logged, when a run stops, time limits: no loss and no comparison of speeds."""
 
 
+NO_ROLE = Role(0)
+"""Speed, or which validations there are, and nothing of the above."""
 MODEL = Role.FUNCTION | Role.WEIGHTS | Role.LEARNING | Role.MEMORY
 
 

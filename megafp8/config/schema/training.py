@@ -9,6 +9,7 @@ from megafp8.config.schema.setting import (
     FRACTION_ABOVE_0,
     FRACTION_BELOW_1,
     LIMIT,
+    NO_ROLE,
     NOT_NEGATIVE,
     POSITIVE_COEFFICIENT,
     POSITIVE_LIMIT,
@@ -22,6 +23,10 @@ PLANTED_ELSEWHERE = "a run plants no faults; use benchmarks/planted_faults.py"
 OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
 
 
+# A table: default and help of each setting, then what else is known about it.
+# fmt: off
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """Length, batch, evaluation, recomputation, when to stop."""
@@ -29,77 +34,53 @@ class TrainingConfig:
     ROLE: ClassVar[Role] = Role.LEARNING
 
     micro_batch_size: Optional[int] = setting(
-        None,
-        "sequences per forward pass of a data-parallel rank; auto: the fastest size that fits in memory, found by "
-        "trials before the first step",
-        auto=True,
-        metavar="N|auto",
-        range=AT_LEAST_1,
-        role=Role.LEARNING | Role.SAMPLES,
+        None, "sequences per forward pass of a data-parallel rank; auto: the fastest size that fits in memory, found "
+        "by trials before the first step",
+        auto=True, metavar="N|auto", range=AT_LEAST_1, role=Role.LEARNING | Role.SAMPLES,
     )
     micro_batch_size_memory_limit: Optional[float] = setting(
-        None,
-        "memory limit per rank for --micro-batch-size auto, in GiB; default 95% of the GPU's memory, or on CPUs of "
-        "the rank's share of the free memory",
-        metavar="GIB",
-        range=POSITIVE_LIMIT,
-        requires="--micro-batch-size auto",
-        role=Role.SPEED,
+        None, "memory limit per rank for --micro-batch-size auto, in GiB; default 95% of the GPU's memory, or on CPUs "
+        "of the rank's share of the free memory",
+        metavar="GIB", range=POSITIVE_LIMIT, requires="--micro-batch-size auto", role=NO_ROLE,
     )
     global_batch_size: Optional[int] = setting(
-        None,
-        "sequences per optimizer step; default micro-batch size x data-parallel size",
-        range=AT_LEAST_1,
-        role=Role.LEARNING | Role.SAMPLES | Role.MEMORY,
+        None, "sequences per optimizer step; default micro-batch size x data-parallel size",
+        range=AT_LEAST_1, role=Role.LEARNING | Role.SAMPLES | Role.MEMORY,
     )
     rampup_batch_size: tuple[int, ...] = setting(
-        (),
-        "increase the global batch size from START in steps of INCREMENT sequences to --global-batch-size, over the "
-        "first SAMPLES samples; needs --train-samples",
-        many=True,
-        metavar="START INCREMENT SAMPLES",
-        role=Role.LEARNING | Role.SAMPLES | Role.MEMORY,
+        (), "increase the global batch size from START in steps of INCREMENT sequences to --global-batch-size, over "
+        "the first SAMPLES samples; needs --train-samples",
+        many=True, metavar="START INCREMENT SAMPLES", role=Role.LEARNING | Role.SAMPLES | Role.MEMORY,
     )
     step_batch_size_schedule: tuple[str, ...] = setting(
-        (),
-        "global batch sizes by the number of tokens read before, instead of --global-batch-size, for example "
+        (), "global batch sizes by the number of tokens read before, instead of --global-batch-size, for example "
         "'0:384 200B:768 400B:1152'; suffixes K, M, B and T; needs --train-samples",
-        many=True,
-        metavar="TOKENS:SIZE",
-        role=Role.LEARNING | Role.SAMPLES | Role.MEMORY,
+        many=True, metavar="TOKENS:SIZE", role=Role.LEARNING | Role.SAMPLES | Role.MEMORY,
     )
     decrease_batch_size_if_needed: bool = setting(
-        False,
-        "round the global batch size down to a multiple of micro-batch size x data-parallel size",
+        False, "round the global batch size down to a multiple of micro-batch size x data-parallel size",
         role=Role.LEARNING | Role.SAMPLES,
     )
     train_iters: Optional[int] = setting(
         None, "number of optimizer steps", range=AT_LEAST_1, role=Role.LEARNING | Role.SAMPLES
     )
     train_samples: Optional[int] = setting(
-        None,
-        "number of training sequences, instead of --train-iters",
-        range=AT_LEAST_1,
-        role=Role.LEARNING | Role.SAMPLES,
+        None, "number of training sequences, instead of --train-iters",
+        range=AT_LEAST_1, role=Role.LEARNING | Role.SAMPLES,
     )
     eval_interval: Optional[int] = setting(
-        None, "steps between validations; default: only at the end", range=AT_LEAST_1, role=Role.SPEED
+        None, "steps between validations; default: only at the end", range=AT_LEAST_1, role=NO_ROLE
     )
     start_eval_at_iter: Optional[int] = setting(
-        None,
-        "first step at which --eval-interval applies; default: the first",
-        needs="--eval-interval",
-        range=AT_LEAST_1,
-        role=Role.SPEED,
+        None, "first step at which --eval-interval applies; default: the first",
+        needs="--eval-interval", range=AT_LEAST_1, role=NO_ROLE,
     )
     eval_iters: int = setting(
-        100, "global batches per validation; 0: no validation", range=NOT_NEGATIVE, role=Role.SPEED | Role.SAMPLES
+        100, "global batches per validation; 0: no validation", range=NOT_NEGATIVE, role=Role.SAMPLES
     )
     eval_global_batch_size: Optional[int] = setting(
-        None,
-        "sequences per global batch of a validation; default: the global batch size at the end of training",
-        range=AT_LEAST_1,
-        role=Role.SPEED | Role.SAMPLES,
+        None, "sequences per global batch of a validation; default: the global batch size at the end of training",
+        range=AT_LEAST_1, role=Role.SAMPLES,
     )
     skip_train: bool = setting(False, "validate without training", role=Role.OUTPUT)
     exit_interval: Optional[int] = setting(
@@ -109,251 +90,178 @@ class TrainingConfig:
         None, "save and exit after this many minutes", range=AT_LEAST_1, role=Role.OUTPUT
     )
     exit_signal_handler: bool = setting(
-        True,
-        "on SIGTERM, SIGINT, SIGHUP or SIGUSR1 to any rank, all ranks save after the current step and exit with "
+        True, "on SIGTERM, SIGINT, SIGHUP or SIGUSR1 to any rank, all ranks save after the current step and exit with "
         "status 75",
-        flags=("--exit-signal-handler",),
-        off=("--no-exit-signal-handler",),
-        role=Role.OUTPUT,
+        flags=("--exit-signal-handler",), off=("--no-exit-signal-handler",), role=Role.OUTPUT,
     )
     exit_signal_grace_s: Optional[float] = setting(
-        None,
-        "seconds between a signal and the kill that follows it; a rank that cannot finish in this time does not save; "
-        "default: torchrun's TORCH_ELASTIC_SHUTDOWN_TIMEOUT, else 30",
-        range=POSITIVE_LIMIT,
-        role=Role.OUTPUT,
+        None, "seconds between a signal and the kill that follows it; a rank that cannot finish in this time does not "
+        "save; default: torchrun's TORCH_ELASTIC_SHUTDOWN_TIMEOUT, else 30",
+        range=POSITIVE_LIMIT, role=Role.OUTPUT,
     )
     step_timeout_s: Optional[float] = setting(
-        None,
-        "timeout of a step or an evaluation batch, in seconds; 5 times as long for the first step; 0: none; default: "
-        "5 times the slowest of the last 50 steps, at least 120",
-        range=LIMIT,
-        role=Role.OUTPUT,
+        None, "timeout of a step or an evaluation batch, in seconds; 5 times as long for the first step; 0: none; "
+        "default: 5 times the slowest of the last 50 steps, at least 120",
+        range=LIMIT, role=Role.OUTPUT,
     )
     checkpoint_timeout_s: float = setting(
-        1800.0,
-        "timeout of a save, a load and other work between steps, in seconds; 0: none",
-        range=LIMIT,
-        role=Role.OUTPUT,
+        1800.0, "timeout of a save, a load and other work between steps, in seconds; 0: none",
+        range=LIMIT, role=Role.OUTPUT,
     )
     max_crashes: int = setting(
-        10,
-        "consecutive crashes without a new checkpoint after which the run stops with status 74; 0: no limit",
-        range=NOT_NEGATIVE,
-        role=Role.OUTPUT,
+        10, "consecutive crashes without a new checkpoint after which the run stops with status 74; 0: no limit",
+        range=NOT_NEGATIVE, role=Role.OUTPUT,
     )
     seed: int = setting(
-        1234,
-        "random seed of initialization, sample order and dropout",
-        range=NOT_NEGATIVE,
-        role=Role.LEARNING | Role.SAMPLES,
+        1234, "random seed of initialization, sample order and dropout",
+        range=NOT_NEGATIVE, role=Role.LEARNING | Role.SAMPLES,
     )
     data_parallel_random_init: bool = setting(False, "initialize data-parallel ranks differently (not supported)")
-    recompute_activations: bool = setting(
-        False, "same as --recompute-granularity selective", role=Role.MEMORY | Role.SPEED
-    )
+    recompute_activations: bool = setting(False, "same as --recompute-granularity selective", role=Role.MEMORY)
     recompute_granularity: Optional[str] = setting(
-        None,
-        "activation recomputation; full: complete layers, selective: --recompute-modules",
-        choices=("full", "selective"),
-        role=Role.MEMORY | Role.SPEED,
+        None, "activation recomputation; full: complete layers, selective: --recompute-modules",
+        choices=("full", "selective"), role=Role.MEMORY,
     )
     recompute_method: Optional[str] = setting(
-        None,
-        "layers of full recomputation; uniform: all, in groups of --recompute-num-layers, block: the first "
+        None, "layers of full recomputation; uniform: all, in groups of --recompute-num-layers, block: the first "
         "--recompute-num-layers of each pipeline stage",
-        choices=("uniform", "block"),
-        needs="--recompute-granularity full",
-        role=Role.MEMORY | Role.SPEED,
+        choices=("uniform", "block"), needs="--recompute-granularity full", role=Role.MEMORY,
     )
     recompute_num_layers: Optional[int] = setting(
-        None,
-        "layers per group (uniform) or per pipeline stage (block)",
-        needs="--recompute-granularity full",
-        range=AT_LEAST_1,
-        role=Role.MEMORY | Role.SPEED,
+        None, "layers per group (uniform) or per pipeline stage (block)",
+        needs="--recompute-granularity full", range=AT_LEAST_1, role=Role.MEMORY,
     )
     recompute_modules: tuple[str, ...] = setting(
-        (),
-        "modules of selective recomputation; default core_attn",
-        many=True,
-        choices=("core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts", "mla_up_proj"),
-        needs="--recompute-granularity selective",
-        role=Role.MEMORY | Role.SPEED,
+        (), "modules of selective recomputation; default core_attn",
+        many=True, choices=("core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts", "mla_up_proj"),
+        needs="--recompute-granularity selective", role=Role.MEMORY,
     )
     moe_layer_recompute: bool = setting(
-        False, "recompute mixture-of-experts layers; short for --recompute-modules moe", role=Role.MEMORY | Role.SPEED
+        False, "recompute mixture-of-experts layers; short for --recompute-modules moe", role=Role.MEMORY
     )
     fine_grained_activation_offloading: bool = setting(
-        False,
-        "copy the inputs of --offload-modules to the host until the backward pass (Transformer Engine's layers)",
-        role=Role.MEMORY | Role.SPEED,
+        False, "copy the inputs of --offload-modules to the host until the backward pass (Transformer Engine's layers)",
+        role=Role.MEMORY,
     )
     offload_modules: tuple[str, ...] = setting(
-        (),
-        "modules whose inputs --fine-grained-activation-offloading copies",
-        many=True,
-        choices=OFFLOAD_MODULES,
-        needs="--fine-grained-activation-offloading",
-        role=Role.MEMORY | Role.SPEED,
+        (), "modules whose inputs --fine-grained-activation-offloading copies",
+        many=True, choices=OFFLOAD_MODULES, needs="--fine-grained-activation-offloading", role=Role.MEMORY,
     )
     min_offloaded_tensor_size: int = setting(
-        1024 * 1024,
-        "elements of the smallest tensor that --fine-grained-activation-offloading copies",
-        needs="--fine-grained-activation-offloading",
-        range=NOT_NEGATIVE,
-        role=Role.MEMORY | Role.SPEED,
+        1024 * 1024, "elements of the smallest tensor that --fine-grained-activation-offloading copies",
+        needs="--fine-grained-activation-offloading", range=NOT_NEGATIVE, role=Role.MEMORY,
     )
     distribute_saved_activations: bool = setting(
-        False, "shard saved activations over tensor-parallel ranks", role=Role.MEMORY | Role.SPEED
+        False, "shard saved activations over tensor-parallel ranks", role=Role.MEMORY
     )
     calculate_per_token_loss: bool = setting(
-        True,
-        "average the loss over all tokens of the global batch (Megatron-LM's default averages per microbatch first)",
+        True, "average the loss over all tokens of the global batch (Megatron-LM's default averages per microbatch "
+        "first)",
         flags=("--calculate-per-token-loss",),
     )
     check_for_nan_in_loss_and_grad: bool = setting(
-        True,
-        "check that loss and gradients are finite before each update (see --max-skipped-steps)",
+        True, "check that loss and gradients are finite before each update (see --max-skipped-steps)",
         off=("--no-check-for-nan-in-loss-and-grad",),
     )
     max_skipped_steps: int = setting(
-        0,
-        "maximum number of consecutive steps whose update is skipped because of non-finite values or spikes; one more "
-        "stops the run",
+        0, "maximum number of consecutive steps whose update is skipped because of non-finite values or spikes; one "
+        "more stops the run",
         range=NOT_NEGATIVE,
     )
     on_nonfinite_activation: str = setting(
-        "warn",
-        "reaction to NaN or infinity in an input, weight or output gradient that a linear layer quantizes, which "
-        "saturation can hide; warn: record it, stop: stop before the update, skip: skip the update, bf16: skip it and "
-        "compute the layer in high precision from then on",
+        "warn", "reaction to NaN or infinity in an input, weight or output gradient that a linear layer quantizes, "
+        "which saturation can hide; warn: record it, stop: stop before the update, skip: skip the update, bf16: skip "
+        "it and compute the layer in high precision from then on",
         choices=("warn", "stop", "skip", "bf16"),
     )
     fp8_guard: str = setting(
-        "off",
-        "reaction to statistics of layers that grow before a run in FP8 diverges; warn: record them, bf16-layer: "
-        "compute the layer in high precision for the rest of the run, smooth-swiglu: give the input of linear_fc2 a "
-        "scale per channel for the rest of the run, as Smooth-SwiGLU",
-        choices=("off", "warn", "bf16-layer", "smooth-swiglu"),
-        role=Role.LEARNING | Role.MEMORY,
+        "off", "reaction to statistics of layers that grow before a run in FP8 diverges; warn: record them, "
+        "bf16-layer: compute the layer in high precision for the rest of the run, smooth-swiglu: give the input of "
+        "linear_fc2 a scale per channel for the rest of the run, as Smooth-SwiGLU",
+        choices=("off", "warn", "bf16-layer", "smooth-swiglu"), role=Role.LEARNING | Role.MEMORY,
     )
     fp8_guard_interval: int = setting(20, "steps between the statistics of --fp8-guard", range=AT_LEAST_1)
     planted_fault: str = former_setting("none", PLANTED_ELSEWHERE)
     planted_fault_step: int = former_setting(1, PLANTED_ELSEWHERE)
     planted_fault_growth: float = former_setting(1.05, PLANTED_ELSEWHERE)
     spike_policy: str = setting(
-        "off",
-        "reaction to spikes of the loss or the gradient norm; skip: skip the update, rollback: return to a checkpoint "
-        "and skip the batches after it",
+        "off", "reaction to spikes of the loss or the gradient norm; skip: skip the update, rollback: return to a "
+        "checkpoint and skip the batches after it",
         choices=("off", "skip", "rollback"),
     )
     spike_window: int = setting(
-        32,
-        "number of previous updates with which a step is compared to detect a spike",
-        range=Range(3),
-        requires="--spike-policy",
+        32, "number of previous updates with which a step is compared to detect a spike",
+        range=Range(3), requires="--spike-policy",
     )
     spike_sigma: float = setting(
-        6.0,
-        "threshold of the loss, in standard deviations above the line through the losses of --spike-window updates",
-        range=POSITIVE_LIMIT,
-        requires="--spike-policy",
+        6.0, "threshold of the loss, in standard deviations above the line through the losses of --spike-window "
+        "updates",
+        range=POSITIVE_LIMIT, requires="--spike-policy",
     )
     spike_norm_factor: float = setting(
-        100.0,
-        "threshold of the gradient norm, over the median of --spike-window updates; norms of clean batches in runs of "
-        "a small model were at most 52 times the median",
-        range=POSITIVE_LIMIT,
-        requires="--spike-policy",
+        100.0, "threshold of the gradient norm, over the median of --spike-window updates; norms of clean batches in "
+        "runs of a small model were at most 52 times the median",
+        range=POSITIVE_LIMIT, requires="--spike-policy",
     )
     spike_min_steps: int = setting(
         32, "minimum number of previous updates for spike detection", range=Range(3), requires="--spike-policy"
     )
     spike_rollback_steps: int = setting(
-        100,
-        "rollback: minimum number of steps to go back, if there is a checkpoint",
-        range=AT_LEAST_1,
-        requires="--spike-policy rollback",
+        100, "rollback: minimum number of steps to go back, if there is a checkpoint",
+        range=AT_LEAST_1, requires="--spike-policy rollback",
     )
     spike_skip_batches: int = setting(
-        200,
-        "rollback: number of batches to skip after the checkpoint; at least all up to the spike",
-        range=AT_LEAST_1,
-        requires="--spike-policy rollback",
+        200, "rollback: number of batches to skip after the checkpoint; at least all up to the spike",
+        range=AT_LEAST_1, requires="--spike-policy rollback",
     )
     max_rollbacks: int = setting(
-        3,
-        "rollback: maximum number of rollbacks; one more spike stops the run",
-        range=AT_LEAST_1,
-        requires="--spike-policy rollback",
+        3, "rollback: maximum number of rollbacks; one more spike stops the run",
+        range=AT_LEAST_1, requires="--spike-policy rollback",
     )
     check_weight_hash_across_dp_replicas_interval: Optional[int] = setting(
-        None,
-        "steps between bitwise comparisons of the weights of all replicas; default: never",
-        range=AT_LEAST_1,
-        role=Role.OUTPUT,
+        None, "steps between bitwise comparisons of the weights of all replicas; default: never",
+        range=AT_LEAST_1, role=Role.OUTPUT,
     )
     manual_gc: bool = setting(
-        False,
-        "run Python's garbage collection every --manual-gc-interval steps only, on all ranks in the same step",
+        False, "run Python's garbage collection every --manual-gc-interval steps only, on all ranks in the same step",
         role=Role.OUTPUT,
     )
     manual_gc_interval: int = setting(
-        0,
-        "steps between garbage collections with --manual-gc; 0: never",
-        needs="--manual-gc",
-        range=NOT_NEGATIVE,
-        role=Role.OUTPUT,
+        0, "steps between garbage collections with --manual-gc; 0: never",
+        needs="--manual-gc", range=NOT_NEGATIVE, role=Role.OUTPUT,
     )
     empty_unused_memory_level: int = setting(
-        0,
-        "empty the CUDA memory cache; 0: never, 1: after evaluation, 2: after each step",
-        choices=(0, 1, 2),
-        role=Role.SPEED,
+        0, "empty the CUDA memory cache; 0: never, 1: after evaluation, 2: after each step",
+        choices=(0, 1, 2), role=NO_ROLE,
     )
     performance: str = setting(
-        "exact",
-        "automatic choice of performance settings; exact: those that do not change numerics, max: also the FP8 output "
-        "layer, whose mean cost is 0.01% to 0.14% of the loss, and Adam's moments in BF16, without a measurable one",
-        choices=("exact", "max"),
-        role=Role.SPEED,
+        "exact", "automatic choice of performance settings; exact: those that do not change numerics, max: also the "
+        "FP8 output layer, whose mean cost is 0.01% to 0.14% of the loss, and Adam's moments in BF16, without a "
+        "measurable one",
+        choices=("exact", "max"), role=NO_ROLE,
     )
     cuda_graph_impl: str = setting(
-        "auto",
-        "CUDA graphs; local: run the forward and backward passes of a step as one graph, which removes launch "
+        "auto", "CUDA graphs; local: run the forward and backward passes of a step as one graph, which removes launch "
         "overhead (emulated layers: one GPU or data-parallel ranks), auto: local where it was run on GPUs",
-        choices=("auto", "none", "local"),
-        role=Role.SPEED | Role.AUTOMATIC,
+        choices=("auto", "none", "local"), role=Role.AUTOMATIC,
     )
     cuda_graph_scope: str = setting(
-        "full_iteration",
-        "contents of a CUDA graph; full_iteration: all forward and backward passes of a step",
-        choices=("full_iteration",),
-        role=Role.SPEED,
+        "full_iteration", "contents of a CUDA graph; full_iteration: all forward and backward passes of a step",
+        choices=("full_iteration",), role=NO_ROLE,
     )
     cuda_graph_warmup_steps: int = setting(
-        3,
-        "steps before the CUDA graph is captured",
-        needs="--cuda-graph-impl local",
-        range=NOT_NEGATIVE,
-        role=Role.SPEED,
+        3, "steps before the CUDA graph is captured", needs="--cuda-graph-impl local", range=NOT_NEGATIVE, role=NO_ROLE
     )
     cuda_graph_evaluation: Optional[bool] = setting(
-        None,
-        "run the forward passes of evaluations as a CUDA graph too; default on one GPU whose steps are a graph, for "
-        "models without experts",
-        flags=("--cuda-graph-evaluation",),
-        off=("--no-cuda-graph-evaluation",),
-        needs="--cuda-graph-impl local",
+        None, "run the forward passes of evaluations as a CUDA graph too; default on one GPU whose steps are a graph, "
+        "for models without experts",
+        flags=("--cuda-graph-evaluation",), off=("--no-cuda-graph-evaluation",), needs="--cuda-graph-impl local",
         role=Role.OUTPUT | Role.AUTOMATIC,
     )
     num_threads: Optional[int] = setting(
-        None,
-        "CPU threads per rank; default: OMP_NUM_THREADS, else an even share of the cores, limited by the size of the "
-        "micro-batch",
-        range=AT_LEAST_1,
-        role=Role.OUTPUT,
+        None, "CPU threads per rank; default: OMP_NUM_THREADS, else an even share of the cores, limited by the size of "
+        "the micro-batch",
+        range=AT_LEAST_1, role=Role.OUTPUT,
     )
 
 
@@ -364,17 +272,15 @@ class OptimizerConfig:
     ROLE: ClassVar[Role] = Role.LEARNING
 
     optimizer: str = setting(
-        "adam",
-        "optimizer; muon: Muon for the matrices of the layers, AdamW for embeddings, output layer, norms and biases",
-        choices=("adam", "sgd", "muon"),
-        role=Role.LEARNING | Role.MEMORY,
+        "adam", "optimizer; muon: Muon for the matrices of the layers, AdamW for embeddings, output layer, norms and "
+        "biases",
+        choices=("adam", "sgd", "muon"), role=Role.LEARNING | Role.MEMORY,
     )
     lr: Optional[float] = setting(None, "peak learning rate", range=POSITIVE_COEFFICIENT)
     min_lr: float = setting(0.0, "final learning rate of the decay", range=COEFFICIENT)
     lr_warmup_init: float = setting(0.0, "initial learning rate of the warmup", range=COEFFICIENT)
     lr_decay_style: str = setting(
-        "linear",
-        "learning-rate schedule after warmup",
+        "linear", "learning-rate schedule after warmup",
         choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
     )
     lr_decay_iters: Optional[int] = setting(
@@ -389,10 +295,8 @@ class OptimizerConfig:
         None, "fraction of the learning-rate schedule used for warmup", range=FRACTION_BELOW_1
     )
     lr_wsd_decay_style: str = setting(
-        "exponential",
-        "shape of the final decay of WSD",
-        choices=("exponential", "linear", "cosine", "minus_sqrt"),
-        needs="--lr-decay-style WSD",
+        "exponential", "shape of the final decay of WSD",
+        choices=("exponential", "linear", "cosine", "minus_sqrt"), needs="--lr-decay-style WSD",
     )
     lr_wsd_decay_iters: Optional[int] = setting(
         None, "steps of the final decay of WSD", needs="--lr-decay-style WSD", range=AT_LEAST_1
@@ -401,15 +305,11 @@ class OptimizerConfig:
         None, "samples of the final decay of WSD, with --train-samples", needs="--lr-decay-style WSD", range=AT_LEAST_1
     )
     decoupled_lr: Optional[float] = setting(
-        None,
-        "peak learning rate of the embedding and the output layer; default --lr",
-        range=POSITIVE_COEFFICIENT,
+        None, "peak learning rate of the embedding and the output layer; default --lr", range=POSITIVE_COEFFICIENT
     )
     decoupled_min_lr: Optional[float] = setting(
-        None,
-        "final learning rate of the embedding and the output layer; default --min-lr",
-        needs="--decoupled-lr",
-        range=COEFFICIENT,
+        None, "final learning rate of the embedding and the output layer; default --min-lr",
+        needs="--decoupled-lr", range=COEFFICIENT,
     )
     weight_decay: float = setting(0.01, "decoupled weight decay", range=COEFFICIENT)
     start_weight_decay: Optional[float] = setting(
@@ -424,58 +324,43 @@ class OptimizerConfig:
     adam_eps: float = setting(1e-8, "Adam's epsilon", range=FRACTION_ABOVE_0)
     sgd_momentum: float = setting(0.9, "SGD's momentum", range=FRACTION_BELOW_1)
     muon_momentum: float = setting(
-        0.9,
-        "Muon's momentum, the decay rate of the mean of the gradients",
-        needs="--optimizer muon",
-        range=FRACTION_BELOW_1,
+        0.9, "Muon's momentum, the decay rate of the mean of the gradients",
+        needs="--optimizer muon", range=FRACTION_BELOW_1,
     )
     muon_nesterov: bool = setting(
         False, "Nesterov momentum for Muon", flags=("--muon-nesterov", "--muon-use-nesterov"), needs="--optimizer muon"
     )
     muon_split_qkv: bool = setting(
-        True,
-        "orthogonalize the query, key and value rows of linear_qkv as three matrices in Muon",
-        off=("--muon-no-split-qkv",),
-        needs="--optimizer muon",
+        True, "orthogonalize the query, key and value rows of linear_qkv as three matrices in Muon",
+        off=("--muon-no-split-qkv",), needs="--optimizer muon",
     )
     muon_scale_mode: str = setting(
-        "spectral",
-        "factor of Muon's update of an (out, in) matrix; spectral: sqrt(max(out, in)), unit_rms_norm: sqrt(out / in), "
-        "shape_scaling: sqrt(max(1, out / in))",
-        choices=("spectral", "unit_rms_norm", "shape_scaling"),
-        needs="--optimizer muon",
+        "spectral", "factor of Muon's update of an (out, in) matrix; spectral: sqrt(max(out, in)), unit_rms_norm: "
+        "sqrt(out / in), shape_scaling: sqrt(max(1, out / in))",
+        choices=("spectral", "unit_rms_norm", "shape_scaling"), needs="--optimizer muon",
     )
     muon_extra_scale_factor: float = setting(
-        1.0,
-        "further factor of Muon's update; 0.2 gives about the size of AdamW's update",
-        needs="--optimizer muon",
-        range=POSITIVE_COEFFICIENT,
+        1.0, "further factor of Muon's update; 0.2 gives about the size of AdamW's update",
+        needs="--optimizer muon", range=POSITIVE_COEFFICIENT,
     )
     muon_num_ns_steps: int = setting(5, "Newton-Schulz steps of Muon", needs="--optimizer muon", range=AT_LEAST_1)
     muon_coefficient_type: str = setting(
-        "quintic",
-        "coefficients of Muon's Newton-Schulz steps",
-        choices=("simple", "quintic", "polar_express", "aol"),
-        needs="--optimizer muon",
+        "quintic", "coefficients of Muon's Newton-Schulz steps",
+        choices=("simple", "quintic", "polar_express", "aol"), needs="--optimizer muon",
     )
     muon_fp32_matmul_prec: str = setting(
-        "medium",
-        "precision of Muon's Newton-Schulz steps; medium: BF16, high: TF32 on a GPU and FP32 on a CPU, highest: FP32",
-        choices=("low", "medium", "high", "highest"),
-        needs="--optimizer muon",
+        "medium", "precision of Muon's Newton-Schulz steps; medium: BF16, high: TF32 on a GPU and FP32 on a CPU, "
+        "highest: FP32",
+        choices=("low", "medium", "high", "highest"), needs="--optimizer muon",
     )
     muon_tp_mode: str = setting(
-        "duplicated",
-        "Muon with tensor parallelism; duplicated: every rank orthogonalizes the complete matrix, distributed: the "
-        "ranks do it together; otherwise each rank its own shard, as if it were a matrix",
-        choices=("blockwise", "duplicated", "distributed"),
-        needs="--optimizer muon",
+        "duplicated", "Muon with tensor parallelism; duplicated: every rank orthogonalizes the complete matrix, "
+        "distributed: the ranks do it together; otherwise each rank its own shard, as if it were a matrix",
+        choices=("blockwise", "duplicated", "distributed"), needs="--optimizer muon",
     )
     muon_scalar_optimizer: str = setting(
-        "adam",
-        "optimizer of all weights that Muon does not train; lion is not supported",
-        choices=("adam", "lion"),
-        needs="--optimizer muon",
+        "adam", "optimizer of all weights that Muon does not train; lion is not supported",
+        choices=("adam", "lion"), needs="--optimizer muon",
     )
     clip_grad: float = setting(1.0, "clip gradients to this global norm; 0: no clipping", range=LIMIT)
     loss_scale: Optional[float] = setting(
@@ -488,26 +373,21 @@ class OptimizerConfig:
         1.0, "minimum dynamic loss scale with --fp16", range=Range(0, 2.0**126, low_open=True)
     )
     loss_scale_window: float = setting(
-        1000,
-        "consecutive steps without overflow after which the dynamic loss scale is doubled",
-        range=POSITIVE_LIMIT,
+        1000, "consecutive steps without overflow after which the dynamic loss scale is doubled", range=POSITIVE_LIMIT
     )
     hysteresis: int = setting(
         2, "overflows since the last doubling after which the dynamic loss scale is halved", range=AT_LEAST_1
     )
     use_precision_aware_optimizer: Optional[bool] = setting(
-        None,
-        "allow low-precision optimizer state (enables the four dtype flags below); default: with --performance max",
-        flags=("--use-precision-aware-optimizer",),
-        off=("--no-use-precision-aware-optimizer",),
+        None, "allow low-precision optimizer state (enables the four dtype flags below); default: with --performance "
+        "max",
+        flags=("--use-precision-aware-optimizer",), off=("--no-use-precision-aware-optimizer",),
         role=Role.LEARNING | Role.MEMORY,
     )
     one_pass_optimizer: bool = setting(
-        True,
-        "scale and clip gradients, apply Adam and cast the weights in one kernel (CUDA, --optimizer adam, distributed "
-        "optimizer or FSDP2)",
-        off=("--no-one-pass-optimizer",),
-        role=Role.LEARNING | Role.MEMORY,
+        True, "scale and clip gradients, apply Adam and cast the weights in one kernel (CUDA, --optimizer adam, "
+        "distributed optimizer or FSDP2)",
+        off=("--no-one-pass-optimizer",), role=Role.LEARNING | Role.MEMORY,
     )
     main_grads_dtype: str = setting(
         "fp32", "dtype of the gradients in the optimizer", choices=("fp32", "bf16"), role=Role.LEARNING | Role.MEMORY
@@ -516,14 +396,10 @@ class OptimizerConfig:
         "fp32", "dtype of the master weights", choices=("fp32", "fp16"), role=Role.LEARNING | Role.MEMORY
     )
     exp_avg_dtype: str = setting(
-        "fp32",
-        "dtype of Adam's first moment",
-        choices=("fp32", "fp16", "bf16", "fp8"),
-        role=Role.LEARNING | Role.MEMORY,
+        "fp32", "dtype of Adam's first moment",
+        choices=("fp32", "fp16", "bf16", "fp8"), role=Role.LEARNING | Role.MEMORY,
     )
     exp_avg_sq_dtype: str = setting(
-        "fp32",
-        "dtype of Adam's second moment",
-        choices=("fp32", "fp16", "bf16", "fp8"),
-        role=Role.LEARNING | Role.MEMORY,
+        "fp32", "dtype of Adam's second moment",
+        choices=("fp32", "fp16", "bf16", "fp8"), role=Role.LEARNING | Role.MEMORY,
     )
