@@ -18,15 +18,16 @@ from collections.abc import Iterator, Sequence
 
 from megafp8.cli.common import build_command_parser, install_patches, returns_exit_status
 from megafp8.config import flags, iterations
-from megafp8.config.rules import batch, data, training
+from megafp8.config.rules import batch, data, paths, training
+from megafp8.config.rules.base import rules_of
 from megafp8.config.schema import RunConfig
 from megafp8.config.schema.setting import Role
 from megafp8.config.settings import settings_with
 from megafp8.errors import ConfigError
 
 RULES = (
-    *data.RULES, *batch.RULES, training.length_is_given_once, training.samples_fill_a_batch, data.shards_are_there,
-    data.tokenizer_files_are_there, data.outputs_can_be_written,
+    *rules_of(data, batch), training.length_is_given_once, training.samples_fill_a_batch, paths.shards_are_there,
+    paths.tokenizer_files_are_there, paths.outputs_can_be_written,
 )  # fmt: skip
 
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 from megafp8.analysis.plotting import picture_problems
 from megafp8.cli.common import build_command_parser, install_patches, returns_exit_status
 from megafp8.config import flags, iterations, lr_schedule, rules, topology
-from megafp8.config.rules import batch, declared, training
-from megafp8.config.rules import optimizer as schedule
+from megafp8.config.rules import batch, declared, optimizer, profile, training
+from megafp8.config.rules.base import rules_of
 from megafp8.config.rules.setting_warnings import warmup_warnings
 from megafp8.config.schema import RunConfig
 from megafp8.errors import ConfigError
@@ -50,13 +50,7 @@ def read_config(words: Sequence[str]) -> tuple[RunConfig, int]:
     """
     parsed, problems = flags.parse_with_problems(words)
     ranks = parsed.world_size or topology.model_parallel_size(parsed.config)
-    checks = (
-        declared.numbers_are_in_range,
-        *training.PROFILE_RULES,
-        *training.BATCH_RULES,
-        *batch.RULES,
-        *schedule.RULES,
-    )
+    checks = (declared.numbers_are_in_range, *rules_of(profile, training, batch, optimizer))
     found = rules.found_by(checks, parsed.config, ranks)
     # A schedule counts samples, not tokens: the sequence length may be left out.
     problems += [text for text in found if not text.startswith("--seq-length is missing")]

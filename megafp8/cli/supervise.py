@@ -21,7 +21,7 @@ from pathlib import Path
 
 from megafp8.cli.common import build_command_parser, returns_exit_status, stderr_log
 from megafp8.config import flags
-from megafp8.config.rules.data import write_problem
+from megafp8.config.rules.paths import write_problem
 from megafp8.errors import HUNG, INTERNAL, PREEMPTED, ConfigError
 from megafp8.launch.job import save_and_load
 from megafp8.launch.slurm import is_requeued_without_progress, requeue, slurm_job_id, time_left_s

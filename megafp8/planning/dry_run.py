@@ -19,7 +19,7 @@ from megafp8.config import derived, dimensions, iterations, mixture, model_shape
 from megafp8.config.activations import is_gated
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.layer_backends import EMULATED, LayerBackend
-from megafp8.config.rules.data import checkpoints_to_load_are_there
+from megafp8.config.rules.paths import checkpoints_to_load_are_there
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import all_settings, value_of, with_values
 from megafp8.config.stages import stage_layers

@@ -23,56 +23,39 @@ from megafp8.config.rules import (
     mla,
     model,
     moe,
+    moe_model,
     mtp,
     optimizer,
+    parallel,
+    paths,
     pipeline,
     precision,
     precision_map,
+    profile,
     recompute,
     routing,
+    skipped_updates,
     statistics,
     training,
 )
-from megafp8.config.rules.base import Rule
+from megafp8.config.rules.base import Rule, rules_of
 from megafp8.config.rules.setting_warnings import warnings
 from megafp8.config.schema import RunConfig
 
 __all__ = ["ALL_RULES", "PATH_RULES", "SETTING_RULES", "path_problems", "problems", "setting_problems", "warnings"]
 
 SETTING_RULES: tuple[Rule, ...] = (
-    *model.RULES,
-    *routing.RULES,
-    *moe.MODEL_RULES,
-    *attention.RULES,
-    *mla.RULES,
-    *mtp.RULES,
-    *layers.RULES,
+    *rules_of(model, routing, moe_model, attention, mla, mtp, layers),
     declared.model_has_what_its_settings_require,
     declared.numbers_are_in_range,
-    *training.PROFILE_RULES,
-    *model.PARALLEL_RULES,
-    *moe.PARALLEL_RULES,
-    *pipeline.RULES,
-    *fsdp.RULES,
-    *training.BATCH_RULES,
-    *batch.RULES,
-    *precision.RULES,
-    *precision_map.RULES,
-    *gradient_reduction.RULES,
-    *optimizer.RULES,
-    *recompute.RULES,
-    *cuda_graph.RULES,
-    *data.RULES,
-    *checkpoint.RULES,
-    *statistics.RULES,
-    *training.SKIPPED_UPDATE_RULES,
-    *guard.RULES,
+    *rules_of(profile, parallel, moe, pipeline, fsdp, training, batch, precision, precision_map, gradient_reduction),
+    *rules_of(optimizer, recompute, cuda_graph, data, checkpoint, statistics, skipped_updates, guard),
     declared.run_has_what_its_settings_require,
-    *base.RULES,
+    *rules_of(base),
 )
 """Rules about settings only, whose result is the same on every machine."""
 
-PATH_RULES: tuple[Rule, ...] = data.PATH_RULES
+PATH_RULES: tuple[Rule, ...] = rules_of(paths)
 """Rules about files and folders on this machine."""
 
 ALL_RULES: tuple[Rule, ...] = SETTING_RULES + PATH_RULES

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megafp8.config import attention_layers, latent_attention
-from megafp8.config.rules.base import Rule, all_positive, flags_without_effect, no_effect_without
+from megafp8.config.rules.base import all_positive, flags_without_effect, no_effect_without
 from megafp8.config.schema import ModelConfig, RunConfig
 from megafp8.errors import ConfigError
 
@@ -130,14 +130,3 @@ def capped_scores_are_not_fp8(config: RunConfig, world_size: int) -> Iterator[st
     for flag, given in others.items():
         if given and config.precision.fp8_dot_product_attention:
             yield f"{flag} with --fp8-dot-product-attention: FP8 attention has a plain softmax; remove one"
-
-
-RULES: tuple[Rule, ...] = (
-    windows_can_be_read,
-    layers_without_rope_can_be_read,
-    learned_positions_are_wanted_once,
-    yarn_has_its_settings,
-    queries_have_one_norm,
-    documents_fit_the_attention,
-    capped_scores_are_not_fp8,
-)

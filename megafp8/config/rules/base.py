@@ -5,8 +5,10 @@ Limits that depend on the machine are in `device.capability`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Optional, Union
 
 from megafp8.config import iterations, topology
@@ -16,6 +18,17 @@ from megafp8.config.settings import settings_by_name, value_of
 from megafp8.errors import ConfigError
 
 Rule = Callable[[RunConfig, int], Iterator[str]]
+
+
+def rules_of(*modules: ModuleType) -> tuple[Rule, ...]:
+    """The rules that modules define, in their order: public generators with the parameters of a rule."""
+    return tuple(rule for module in modules for name, rule in vars(module).items() if _is_rule(module, name, rule))
+
+
+def _is_rule(module: ModuleType, name: str, value: object) -> bool:
+    if not inspect.isgeneratorfunction(value) or name.startswith("_") or value.__module__ != module.__name__:
+        return False
+    return tuple(inspect.signature(value).parameters) == ("config", "world_size")
 
 
 def all_positive(*values: Optional[float]) -> bool:
@@ -167,6 +180,3 @@ def unsupported_settings_are_refused(config: RunConfig, world_size: int) -> Iter
         value = value_of(config, entry.setting)
         if entry.is_requested(value):
             yield f"{settings_by_name()[entry.setting].as_flag(value)}: {entry.reason}"
-
-
-RULES: tuple[Rule, ...] = (unsupported_settings_are_refused,)

@@ -7,7 +7,7 @@ from typing import Optional
 
 from megafp8.config import iterations
 from megafp8.config.batch_schedule import BatchSchedule
-from megafp8.config.rules.base import Rule, all_positive, batch_schedule, has_whole_replicas, read_batch_schedule
+from megafp8.config.rules.base import all_positive, batch_schedule, has_whole_replicas, read_batch_schedule
 from megafp8.config.schema import AUTO, RunConfig
 from megafp8.utils.integers import round_up
 
@@ -98,35 +98,3 @@ def schedule_flag(config: RunConfig) -> str:
     if training.step_batch_size_schedule:
         return f"--step-batch-size-schedule {' '.join(training.step_batch_size_schedule)!r}"
     return f"--rampup-batch-size {' '.join(map(str, training.rampup_batch_size))}"
-
-
-RULES: tuple[Rule, ...] = (
-    one_batch_schedule,
-    batch_schedule_is_valid,
-    rampup_counts_samples,
-    scheduled_batches_divide,
-    eval_batch_divides,
-)
-
-
-def batch_schedule_warnings(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Sizes of a schedule that start after the end of the run, and a schedule of the learning rate that is longer."""
-    schedule, steps = varying_schedule(config, world_size), config.training.train_iters
-    if schedule is None:
-        return
-    last = schedule.phases[-1]
-    if steps is not None:
-        yield (
-            f"{schedule_flag(config)} with --train-iters {steps}: the run has {schedule.advance(steps)} samples; the "
-            f"steps of --lr-decay-iters, --lr-warmup-iters and --train-iters count as {last.batch_size} samples each "
-            "in the schedules of learning rate and weight decay, as in Megatron-LM"
-        )
-        return
-    samples = config.training.train_samples
-    if not all_positive(samples) or samples is None:
-        return
-    if last.start_sample >= samples:
-        yield (
-            f"{schedule_flag(config)}: the size {last.batch_size} starts at sample {last.start_sample}, which the run "
-            f"of --train-samples {samples} does not reach"
-        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from megafp8.config.rules.base import Rule, all_positive, flags_without_effect, no_effect_without
+from megafp8.config.rules.base import all_positive, flags_without_effect, no_effect_without
 from megafp8.config.schema import RunConfig
 from megafp8.utils.integers import round_up
 
@@ -90,14 +90,3 @@ def schedule_has_one_source(config: RunConfig, world_size: int) -> Iterator[str]
         yield (
             "--use-checkpoint-opt_param-scheduler and --override-opt_param-scheduler contradict each other: keep one"
         )
-
-
-RULES: tuple[Rule, ...] = (
-    retained_steps_are_saved,
-    second_folder_is_used,
-    late_saves_end_before_collectives,
-    late_saves_end_before_the_run,
-    loading_needs_a_folder,
-    grace_is_for_signals,
-    schedule_has_one_source,
-)

@@ -9,7 +9,6 @@ from megafp8.config.expert_layers import is_mixture
 from megafp8.config.fused_adam import fused_adam_problem
 from megafp8.config.grouped_experts import grouped_expert_problems
 from megafp8.config.mixture import expert_ranks_flag, has_expert_ranks
-from megafp8.config.rules.base import Rule
 from megafp8.config.rules.pipeline import is_interleaved
 from megafp8.config.schema import RunConfig
 from megafp8.config.schema.setting import AUTO
@@ -236,10 +235,3 @@ def cuda_graph_of_evaluations_is_possible(config: RunConfig, world_size: int) ->
             f"--cuda-graph-evaluation with {flag}: such graphs have run only for one stage of dense layers, and "
             "without FSDP2; remove the former"
         )
-
-
-RULES: tuple[Rule, ...] = (
-    cuda_graph_steps_are_identical,
-    cuda_graph_has_warmup_steps,
-    cuda_graph_of_evaluations_is_possible,
-)

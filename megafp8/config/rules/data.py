@@ -1,16 +1,13 @@
-"""Rules about training data and the tokenizer, and about files and folders on this machine."""
+"""Rules about training data and the tokenizer."""
 
 from __future__ import annotations
 
-import glob
-import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from megafp8.config import derived
 from megafp8.config.data_blend import parse_blend
-from megafp8.config.rules.base import Rule, shards_by_flag
+from megafp8.config.rules.base import shards_by_flag
 from megafp8.config.schema import RunConfig
 
 _OVERRIDE = re.compile(r"(transformer|ddp|optimizer)\.[A-Za-z_]\w*=.*", re.DOTALL)
@@ -93,106 +90,3 @@ def overrides_name_a_field(config: RunConfig, world_size: int) -> Iterator[str]:
     for override in config.overrides:
         if not _OVERRIDE.fullmatch(override):
             yield (f"--override {override!r} must be transformer.FIELD=VALUE, ddp.FIELD=VALUE or optimizer.FIELD=VALUE")
-
-
-RULES: tuple[Rule, ...] = (
-    data_has_one_source,
-    evaluation_shards_need_training_shards,
-    split_has_three_parts,
-    blends_are_pairs,
-    tokenizer_has_its_files,
-    overrides_name_a_field,
-)
-
-
-def shards_are_there(config: RunConfig, world_size: int) -> Iterator[str]:
-    """A shard consists of two files, PREFIX.bin and PREFIX.idx."""
-    for flag, words in shards_by_flag(config.data):
-        try:
-            prefixes = parse_blend(words).prefixes
-        except ValueError:  # `blends_are_pairs` reports it
-            continue
-        for prefix in prefixes:
-            missing = [prefix + suffix for suffix in (".bin", ".idx") if not os.path.isfile(prefix + suffix)]
-            if missing:
-                yield f"{flag} {prefix}: no such file: {', '.join(missing)}{_prefix_hint(prefix)}"
-
-
-def _prefix_hint(prefix: str) -> str:
-    """A hint for a prefix without files, which is often the --output-prefix of megafp8 preprocess."""
-    if prefix.endswith((".bin", ".idx")):
-        return " (give the prefix, without .bin or .idx)"
-    shards = [path.removesuffix(".idx") for path in sorted(glob.glob(f"{glob.escape(prefix)}_*_document.idx"))]
-    return f"; did you mean {' or '.join(shards)}?" if shards else ""
-
-
-def tokenizer_files_are_there(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The tokenizer's files exist and can be read."""
-    data = config.data
-    for flag, path in (
-        ("--tokenizer-model", data.tokenizer_model),
-        ("--vocab-file", data.vocab_file),
-        ("--merge-file", data.merge_file),
-    ):
-        if path is None or data.tokenizer_type in ("NullTokenizer", "ByteLevelTokenizer"):
-            continue
-        if data.tokenizer_type == "TikTokenizer" and path.isidentifier():
-            continue  # may be the name of a tiktoken encoding
-        if not os.path.exists(path):
-            yield f"{flag} {path}: no such file"
-        elif not os.access(path, os.R_OK):
-            yield f"{flag} {path}: permission denied"
-
-
-def checkpoints_to_load_are_there(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The folder to load from exists, unless it is the one that the run saves to and will resume from."""
-    checkpoint = config.checkpoint
-    if checkpoint.load is not None and not os.path.isdir(checkpoint.load):
-        if checkpoint.exit_on_missing_checkpoint or checkpoint.save is None:
-            yield f"--load {checkpoint.load}: no such folder"
-        elif os.path.abspath(checkpoint.load) != os.path.abspath(checkpoint.save):
-            yield (
-                f"--load {checkpoint.load}: no such folder, and it differs from --save {checkpoint.save}; give a "
-                f"folder with a checkpoint, or --load {checkpoint.save} to resume from what the run saves"
-            )
-    if checkpoint.pretrained_checkpoint is not None and not os.path.isdir(checkpoint.pretrained_checkpoint):
-        yield f"--pretrained-checkpoint {checkpoint.pretrained_checkpoint}: no such folder"
-
-
-def outputs_can_be_written(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Output folders exist or can be created."""
-    for flag, path in (
-        ("--save", config.checkpoint.save),
-        ("--tensorboard-dir", config.logging.tensorboard_dir),
-        ("--wandb-save-dir", config.logging.wandb_save_dir or None),
-    ):
-        problem = None if path is None else write_problem(path)
-        if problem:
-            yield f"{flag} {path}: {problem}; choose another folder"
-    cache = config.data.data_cache_path
-    # An existing cache may hold every index that the run needs, so it need not be writable.
-    if cache is not None and not os.path.isdir(cache) and (problem := write_problem(cache)):
-        yield f"--data-cache-path {cache}: {problem}; choose another folder"
-
-
-def write_problem(path: str) -> str:
-    """Why no file can be created in the folder `path` or its nearest existing parent; empty if one can."""
-    if not path:
-        return "the name is empty"
-    if "://" in path:
-        return "only folders in a local or mounted file system are supported"
-    absolute = Path(path).absolute()
-    nearest = next(folder for folder in (absolute, *absolute.parents) if os.path.lexists(folder))
-    if not nearest.is_dir():
-        return f"{nearest} is not a folder"
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        return f"no write permission for {nearest}"
-    return ""
-
-
-PATH_RULES: tuple[Rule, ...] = (
-    shards_are_there,
-    tokenizer_files_are_there,
-    checkpoints_to_load_are_there,
-    outputs_can_be_written,
-)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megafp8.config import dimensions, topology
 from megafp8.config.activations import is_gated
-from megafp8.config.rules.base import Rule, has_shape, has_whole_replicas
+from megafp8.config.rules.base import has_shape, has_whole_replicas
 from megafp8.config.schema import RunConfig
 
 FSDP = "--use-torch-fsdp2"
@@ -122,6 +122,3 @@ def fsdp_ranks_divide_the_rows(config: RunConfig, world_size: int) -> Iterator[s
             f"{FSDP}: with a gated MLP the number of data- x context-parallel ranks must be even, not {ranks}, so "
             "that a rank has gate rows or up rows"
         )
-
-
-RULES: tuple[Rule, ...] = (fsdp_excludes_other_settings, fsdp_replicas_have_ranks, fsdp_ranks_divide_the_rows)

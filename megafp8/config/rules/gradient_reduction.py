@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megafp8.config import derived, topology
-from megafp8.config.rules.base import Rule, has_whole_replicas
+from megafp8.config.rules.base import has_whole_replicas
 from megafp8.config.schema import RunConfig
 
 FLAG = "--grad-reduce-in-fp8"
@@ -16,15 +16,6 @@ def fp8_gradients_have_ranks(config: RunConfig, world_size: int) -> Iterator[str
     """Gradients are sent between data- and context-parallel ranks. A level leaves the reduction out without them."""
     if has_unused_reduction(config, world_size) and config.precision.fp8_lm_level is None:
         yield f"{FLAG} with one data-parallel rank has nothing to send: remove it, or use more ranks"
-
-
-def idle_reduction_warnings(config: RunConfig, world_size: int) -> Iterator[str]:
-    """A level on one data-parallel rank."""
-    if has_unused_reduction(config, world_size) and config.precision.fp8_lm_level is not None:
-        yield (
-            f"--fp8-lm-level {config.precision.fp8_lm_level} with one data-parallel rank: {FLAG} and its options have "
-            "no effect, since no other rank has gradients of the same weights"
-        )
 
 
 def has_unused_reduction(config: RunConfig, world_size: int) -> bool:
@@ -66,11 +57,3 @@ def fp8_gradient_errors_have_one_loss_scale(config: RunConfig, world_size: int) 
             "--grad-reduce-fp8-error-feedback with --fp16: the loss scale changes, and the errors are those of the old "
             "one; remove one of them, or use --bf16"
         )
-
-
-RULES: tuple[Rule, ...] = (
-    fp8_gradients_have_ranks,
-    fp8_gradients_exclude_other_reductions,
-    fp8_gradients_within_nodes,
-    fp8_gradient_errors_have_one_loss_scale,
-)

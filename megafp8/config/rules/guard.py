@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megafp8.config import derived, precision_map
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.guarded_linears import SWIGLU_OUTPUT, is_of_routed_experts, watched_linears
-from megafp8.config.rules.base import Rule, all_positive, no_effect_without
+from megafp8.config.rules.base import all_positive, no_effect_without
 from megafp8.config.schema import RunConfig, TrainingConfig
 
 
@@ -97,6 +97,3 @@ def guard_warnings(config: RunConfig) -> Iterator[str]:
             f"--fp8-guard {guard} does not watch the routed experts of {len(layers)} "
             f"layer{'s' if len(layers) > 1 else ''}; it watches the linears of {listed}"
         )
-
-
-RULES: tuple[Rule, ...] = (guard_has_quantized_layers, guard_can_change_a_layer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megafp8.config import derived
-from megafp8.config.rules.base import Rule, no_effect_without
+from megafp8.config.rules.base import no_effect_without
 from megafp8.config.schema import RunConfig
 
 
@@ -45,10 +45,3 @@ def local_rotary_base_has_its_layers(config: RunConfig, world_size: int) -> Iter
         yield no_effect_without(flag, "--position-embedding-type rope")
     if model.parallel_residual:
         yield f"{flag} with --parallel-residual: no layers here have both; remove one"
-
-
-RULES: tuple[Rule, ...] = (
-    norms_across_heads_are_rms,
-    parallel_residual_has_its_norms,
-    local_rotary_base_has_its_layers,
-)

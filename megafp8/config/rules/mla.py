@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megafp8.config import derived
-from megafp8.config.rules.base import Rule, flags_without_effect
+from megafp8.config.rules.base import flags_without_effect
 from megafp8.config.schema import ModelConfig, RunConfig
 
 
@@ -102,11 +102,3 @@ def latent_attention_fits_the_layout(config: RunConfig, world_size: int) -> Iter
             "--multi-latent-attention with --reset-attention-mask: megatron-core's borders of documents need another "
             "layout of its tensors; remove one"
         )
-
-
-RULES: tuple[Rule, ...] = (
-    values_need_latent_attention,
-    latent_attention_excludes_other_attention,
-    latent_heads_rotate_pairs,
-    latent_attention_fits_the_layout,
-)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megafp8.config import derived, multi_token, precision_map, stages
-from megafp8.config.rules.base import Rule
 from megafp8.config.schema import RunConfig
 from megafp8.errors import ConfigError
 
@@ -103,12 +102,3 @@ def precision_map_leaves_multi_token_prediction(config: RunConfig, world_size: i
                 "the recipe of the run and no names; give the range of the layers, as in "
                 f"layers.0-{model.num_layers - 1}.linear_fc2"
             )
-
-
-RULES: tuple[Rule, ...] = (
-    multi_token_layers_are_like_all_others,
-    multi_token_fits_the_layout,
-    layout_string_has_multi_token_prediction,
-    multi_token_recomputes_one_layer,
-    precision_map_leaves_multi_token_prediction,
-)

@@ -7,7 +7,7 @@ from typing import Optional
 
 from megafp8.config import derived, iterations, lr_schedule
 from megafp8.config.muon import is_muon, steps_problem
-from megafp8.config.rules.base import Rule, all_positive, batch_size, flags_without_effect
+from megafp8.config.rules.base import all_positive, batch_size, flags_without_effect
 from megafp8.config.schema import RunConfig
 
 
@@ -207,20 +207,3 @@ def schedule_samples(config: RunConfig, world_size: int) -> Optional[int]:
         return None
     steps = lr_schedule.lr_decay_samples(config, world_size)
     return steps if steps > 0 else None
-
-
-RULES: tuple[Rule, ...] = (
-    learning_rate_is_given,
-    learning_rate_is_the_peak,
-    schedule_is_counted_like_the_run,
-    warmup_is_given_once,
-    warmup_ends_within_the_schedule,
-    wsd_has_its_decay,
-    weight_decay_has_its_ends,
-    fixed_loss_scale_has_a_scaler,
-    dynamic_loss_scale_can_move,
-    sharded_state_has_a_layout,
-    muon_has_complete_matrices,
-    newton_schulz_steps_fit,
-    low_precision_state_needs_its_switch,
-)

@@ -255,10 +255,3 @@ def flush_overlap_needs_overlapped_messages(config: RunConfig, world_size: int) 
             "--overlap-p2p-communication-warmup-flush needs virtual pipeline stages without "
             "--no-overlap-p2p-communication: give --num-virtual-stages-per-pipeline-rank, or remove it"
         )
-
-
-RULES: tuple[Rule, ...] = (
-    *LAYER_RULES,
-    interleaving_needs_a_pipeline,
-    flush_overlap_needs_overlapped_messages,
-)

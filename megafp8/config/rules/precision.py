@@ -8,7 +8,7 @@ from megafp8.config import derived, dimensions, gemm_alignment, model_shapes, pr
 from megafp8.config.activations import is_plain_swiglu
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.layer_backends import requested_backend
-from megafp8.config.rules.base import Rule, all_positive, flags_without_effect, has_shape, no_effect_without
+from megafp8.config.rules.base import all_positive, flags_without_effect, has_shape, no_effect_without
 from megafp8.config.rules.declared import HISTORY_SETTINGS
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import settings_by_name, value_of
@@ -376,26 +376,3 @@ def has_gemm_dimensions(config: RunConfig) -> bool:
     sizes = (model.num_attention_heads, dimensions.num_query_groups(model), dimensions.ffn_hidden_size(model))
     divides = not any(size % tp for size in sizes)
     return divides and min(dimensions.kv_channels(model), dimensions.ffn_hidden_size(model)) >= 1
-
-
-RULES: tuple[Rule, ...] = (
-    one_weight_format,
-    one_low_format,
-    low_formats_are_not_with_fp16,
-    low_format_settings_need_a_format,
-    recipe_settings_need_their_recipe,
-    fp8_weights_need_sharded_optimizer,
-    fp8_weights_need_masters,
-    low_formats_need_quantizing_layers,
-    high_precision_layers_fit_a_stage,
-    gradient_reduction_has_one_format,
-    loss_fusion_is_on_for_its_implementation,
-    split_rope_needs_whole_rotations,
-    swiglu_fusion_has_what_it_fuses,
-    op_fuser_has_its_activation,
-    residual_fusion_has_its_norm,
-    quantize_kernels_have_what_they_quantize,
-    determinism_excludes_its_opposites,
-    gemm_dimensions_suit_the_recipe,
-    layout_independent_scales_need_complete_blocks,
-)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megafp8.config import derived, iterations, precision_map, precision_options
-from megafp8.config.rules.base import Rule, all_positive, batch_size, no_effect_without
+from megafp8.config.rules.base import all_positive, batch_size, no_effect_without
 from megafp8.config.schema import RunConfig
 from megafp8.recipes import registry
 
@@ -155,15 +155,3 @@ def fp8_attention_is_supported(config: RunConfig, world_size: int) -> Iterator[s
         for is_given, other, fix in untried
         if is_given
     )
-
-
-RULES: tuple[Rule, ...] = (
-    entries_can_be_read,
-    entries_name_linears,
-    high_precision_is_that_of_the_weights,
-    delayed_scales_have_one_format,
-    schedule_can_be_read,
-    schedule_ends_within_the_run,
-    weights_in_fp8_have_one_form,
-    fp8_attention_is_supported,
-)

@@ -7,11 +7,28 @@ from collections.abc import Iterator
 
 from megafp8.config import derived, saved_activations, stages
 from megafp8.config.expert_layers import is_mixture
-from megafp8.config.rules.base import Rule, has_shape, no_effect_without
+from megafp8.config.rules.base import has_shape, no_effect_without
 from megafp8.config.rules.pipeline import has_stages
 from megafp8.config.schema import RunConfig
 from megafp8.config.schema.training import OFFLOAD_MODULES
 from megafp8.recipes import registry
+
+
+def offloading_has_its_modules(config: RunConfig, world_size: int) -> Iterator[str]:
+    """--fine-grained-activation-offloading needs modules, which the model has and keeps inputs of."""
+    training, flag = config.training, "--fine-grained-activation-offloading"
+    modules = training.offload_modules
+    if not training.fine_grained_activation_offloading:
+        return
+    if not modules:
+        yield f"{flag} needs --offload-modules: give some of {', '.join(OFFLOAD_MODULES)}"
+    if "attn_proj" in modules and "core_attn" not in modules:
+        yield "--offload-modules attn_proj: its input is the output of core_attn, which keeps it; add core_attn"
+    of_experts = " ".join(name for name in ("expert_fc1", "moe_act") if name in modules)
+    if of_experts and not (is_mixture(config.model) and config.parallel.moe_grouped_gemm):
+        yield no_effect_without(f"--offload-modules {of_experts}", "--num-experts with --moe-grouped-gemm")
+    if derived.recompute_granularity(training) == "full":
+        yield f"{flag} with --recompute-granularity full, which keeps only the inputs of layers: remove one"
 
 
 def full_recompute_says_which_layers(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -83,23 +100,6 @@ def saved_activations_have_ranks_to_spread_over(config: RunConfig, world_size: i
         )
 
 
-def offloading_has_its_modules(config: RunConfig, world_size: int) -> Iterator[str]:
-    """--fine-grained-activation-offloading needs modules, which the model has and keeps inputs of."""
-    training, flag = config.training, "--fine-grained-activation-offloading"
-    modules = training.offload_modules
-    if not training.fine_grained_activation_offloading:
-        return
-    if not modules:
-        yield f"{flag} needs --offload-modules: give some of {', '.join(OFFLOAD_MODULES)}"
-    if "attn_proj" in modules and "core_attn" not in modules:
-        yield "--offload-modules attn_proj: its input is the output of core_attn, which keeps it; add core_attn"
-    of_experts = " ".join(name for name in ("expert_fc1", "moe_act") if name in modules)
-    if of_experts and not (is_mixture(config.model) and config.parallel.moe_grouped_gemm):
-        yield no_effect_without(f"--offload-modules {of_experts}", "--num-experts with --moe-grouped-gemm")
-    if derived.recompute_granularity(training) == "full":
-        yield f"{flag} with --recompute-granularity full, which keeps only the inputs of layers: remove one"
-
-
 def saved_activations_can_be_codes(config: RunConfig, world_size: int) -> Iterator[str]:
     """--fp8-saved-activations packs BF16 activations in groups, of dense MLPs and their norms."""
     precision, flag = config.precision, "--fp8-saved-activations"
@@ -148,14 +148,3 @@ def saved_activations_are_saved(config: RunConfig, world_size: int) -> Iterator[
             f"{flag} norm with --recompute-modules layernorm, which keeps the inputs of norms in high precision: "
             "remove one"
         )
-
-
-RULES: tuple[Rule, ...] = (
-    offloading_has_its_modules,
-    full_recompute_says_which_layers,
-    delayed_scaling_excludes_norm_recompute,
-    mlp_recompute_excludes_biases,
-    saved_activations_have_ranks_to_spread_over,
-    saved_activations_can_be_codes,
-    saved_activations_are_saved,
-)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megafp8.config import mixture
-from megafp8.config.rules.base import Rule, all_positive, no_effect_without
+from megafp8.config.rules.base import all_positive, no_effect_without
 from megafp8.config.schema import ModelConfig, RunConfig
 
 
@@ -112,13 +112,3 @@ def sinkhorn_has_its_own_scores(config: RunConfig, world_size: int) -> Iterator[
     for flag, given in is_given.items():
         if given:
             yield f"{flag} with sinkhorn, which does not read it: the score of an expert is {score}; remove it"
-
-
-RULES: tuple[Rule, ...] = (
-    experts_of_a_token_exist,
-    one_expert_has_a_gradient,
-    expert_groups_divide,
-    losses_have_coefficients,
-    expert_bias_needs_sigmoid,
-    sinkhorn_has_its_own_scores,
-)

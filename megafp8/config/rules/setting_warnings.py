@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from megafp8.config import derived, iterations, lr_schedule, precision_map
 from megafp8.config.expert_layers import has_capacity, is_mixture
 from megafp8.config.layer_backends import LayerBackend
-from megafp8.config.rules.batch import batch_schedule_warnings
+from megafp8.config.rules.base import all_positive
+from megafp8.config.rules.batch import schedule_flag, varying_schedule
 from megafp8.config.rules.declared import unused_settings
-from megafp8.config.rules.gradient_reduction import idle_reduction_warnings
+from megafp8.config.rules.gradient_reduction import FLAG as FP8_REDUCTION
+from megafp8.config.rules.gradient_reduction import has_unused_reduction
 from megafp8.config.rules.guard import guard_warnings
 from megafp8.config.rules.moe import PADDING
 from megafp8.config.rules.optimizer import schedule_samples
@@ -40,7 +42,7 @@ def warnings(config: RunConfig, implementation: LayerBackend, world_size: int) -
         *unused_settings(config),
         *_unused_setting_warnings(config, implementation),
         *_mixture_warnings(config, implementation),
-        *idle_reduction_warnings(config, world_size),
+        *_unused_reduction_warnings(config, world_size),
         *_recipe_warnings(config),
         *_instance_warnings(config),
         *warmup_warnings(config, world_size),
@@ -121,6 +123,38 @@ def warmup_warnings(config: RunConfig, world_size: int) -> Iterator[str]:
             f"the warmup of {batches.steps_until(warmup):g} steps is not shorter than the run of "
             f"{batches.steps_until(length):g} steps: the learning rate only reaches {last:.3g}, below --lr {peak:g}; "
             "lower --lr-warmup-iters, --lr-warmup-samples or --lr-warmup-fraction, or train longer"
+        )
+
+
+def batch_schedule_warnings(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Sizes of a schedule that start after the end of the run, and a schedule of the learning rate that is longer."""
+    schedule, steps = varying_schedule(config, world_size), config.training.train_iters
+    if schedule is None:
+        return
+    last = schedule.phases[-1]
+    if steps is not None:
+        yield (
+            f"{schedule_flag(config)} with --train-iters {steps}: the run has {schedule.advance(steps)} samples; the "
+            f"steps of --lr-decay-iters, --lr-warmup-iters and --train-iters count as {last.batch_size} samples each "
+            "in the schedules of learning rate and weight decay, as in Megatron-LM"
+        )
+        return
+    samples = config.training.train_samples
+    if not all_positive(samples) or samples is None:
+        return
+    if last.start_sample >= samples:
+        yield (
+            f"{schedule_flag(config)}: the size {last.batch_size} starts at sample {last.start_sample}, which the run "
+            f"of --train-samples {samples} does not reach"
+        )
+
+
+def _unused_reduction_warnings(config: RunConfig, world_size: int) -> Iterator[str]:
+    """A level on one data-parallel rank."""
+    if has_unused_reduction(config, world_size) and config.precision.fp8_lm_level is not None:
+        yield (
+            f"--fp8-lm-level {config.precision.fp8_lm_level} with one data-parallel rank: {FP8_REDUCTION} and its "
+            "options have no effect, since no other rank has gradients of the same weights"
         )
 
 

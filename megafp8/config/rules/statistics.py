@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megafp8.config import derived, gemm_alignment, precision_map
 from megafp8.config.activations import is_plain_swiglu
-from megafp8.config.rules.base import Rule, all_positive, no_effect_without
+from megafp8.config.rules.base import all_positive, no_effect_without
 from megafp8.config.rules.precision import has_gemm_dimensions
 from megafp8.config.schema import ModelConfig, RunConfig
 from megafp8.config.settings import with_values
@@ -121,11 +121,3 @@ def fused_operations_show_swiglu(config: RunConfig, world_size: int) -> Iterator
             f"--fp8-log-interval {interval} with --use-transformer-engine-op-fuser: of the fused activations only that "
             "of --swiglu shows the MLP's operands; remove one"
         )
-
-
-RULES: tuple[Rule, ...] = (
-    statistics_have_an_object,
-    patterns_name_linears,
-    tried_recipes_can_be_tried,
-    fused_operations_show_swiglu,
-)

@@ -6,7 +6,7 @@ import pytest
 
 from megafp8.config import batch_schedule, flags, iterations, lr_schedule, rules
 from megafp8.config.batch_schedule import BatchSchedule, constant, ramp_up, step_schedule
-from megafp8.config.rules.batch import batch_schedule_warnings
+from megafp8.config.rules.setting_warnings import batch_schedule_warnings
 from megafp8.config.schema import RunConfig
 from megafp8.errors import ConfigError
 from megafp8.mcore import cpu_patches

@@ -10,7 +10,8 @@ from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_func
 
 from megafp8.config import mixture
 from megafp8.config.layer_backends import EMULATED
-from megafp8.config.rules import moe, routing, warnings
+from megafp8.config.rules import moe_model, routing, warnings
+from megafp8.config.rules.base import rules_of
 from megafp8.config.schema import ModelConfig, RunConfig
 from megafp8.config.settings import from_json, to_json, with_values
 
@@ -70,7 +71,7 @@ MIXTURE = {"model.num_experts": 4, "model.num_layers": 2}
 def test_errors_name_values_that_are_valid(values: dict, text: str) -> None:
     found = [
         problem
-        for rule in (*routing.RULES, *moe.MODEL_RULES)
+        for rule in rules_of(routing, moe_model)
         for problem in rule(with_values(RunConfig(), MIXTURE | values), 1)
     ]
     assert any(text in problem for problem in found), found
@@ -97,7 +98,7 @@ def test_lists_of_numbers_survive_json() -> None:
 @pytest.mark.parametrize("text", ["x", "1.5", "[[1]]", "1 +", "", "[0]*10**9", "[2]", "0"])
 def test_a_bad_layer_frequency_is_shown(text: str) -> None:
     config = with_values(RunConfig(), MIXTURE | {"model.moe_layer_freq": text})
-    (problem,) = (problem for rule in moe.MODEL_RULES for problem in rule(config, 1))
+    (problem,) = (problem for rule in rules_of(moe_model) for problem in rule(config, 1))
     shown = text or "''"
     reasons = ("is neither a number nor a list", "has an element that is neither 0 nor 1", "is less than 1")
     fix = "give a number from 1 on, or a list of 0 and 1 such as ([0]*1+[1]*3)"
@@ -120,7 +121,7 @@ SINKHORN = {"model.moe_router_load_balancing_type": ("sinkhorn",)}
 def test_settings_that_sinkhorn_does_not_read_are_refused(values: dict, flag: str) -> None:
     def problems(changes: dict) -> list[str]:
         config = with_values(RunConfig(), MIXTURE | changes)
-        return [problem for rule in routing.RULES for problem in rule(config, 1)]
+        return [problem for rule in rules_of(routing) for problem in rule(config, 1)]
 
     reason = "with sinkhorn, which does not read it: the score of an expert is its softmax over all experts; remove it"
     assert f"{flag} {reason}" in problems(SINKHORN | values)
@@ -131,7 +132,7 @@ def test_groups_may_be_scored_by_a_rounded_number_of_experts() -> None:
     """megatron-core divides and rounds down; every selected expert is in a selected group."""
     groups = {"model.moe_router_num_groups": 4, "model.moe_router_group_topk": 2}
     config = with_values(RunConfig(), MIXTURE | groups | {"model.num_experts": 8, "model.moe_router_topk": 3})
-    assert not [problem for rule in routing.RULES for problem in rule(config, 1)]
+    assert not [problem for rule in rules_of(routing) for problem in rule(config, 1)]
     logits = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
     chosen = topk_routing_with_score_function(logits, 3, num_groups=4, group_topk=2)[1]
     best = logits.view(64, 4, 2).amax(-1).topk(2).indices

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megafp8.config import flags
-from megafp8.config.rules import declared, training
+from megafp8.config.rules import declared, skipped_updates
+from megafp8.config.rules.base import rules_of
 
 SKIP = "--spike-policy skip --max-skipped-steps 2"
 BACK = "--spike-policy rollback --save runs/a --save-interval 10"
@@ -13,7 +14,7 @@ BACK = "--spike-policy rollback --save runs/a --save-interval 10"
 
 def problems(text: str) -> list[str]:
     config = flags.parse(text.split()).config
-    rules = (*training.SKIPPED_UPDATE_RULES, declared.run_has_what_its_settings_require)
+    rules = (*rules_of(skipped_updates), declared.run_has_what_its_settings_require)
     return [problem for rule in rules for problem in rule(config, 2)]
 
 

@@ -5,6 +5,7 @@ import pytest
 from megafp8.checkpoint.compatibility import number_formats
 from megafp8.config import flags
 from megafp8.config.rules import precision, precision_map
+from megafp8.config.rules.base import rules_of
 from megafp8.device.capability import TARGETS, capability_problems
 
 REQUESTED = "--bf16 --attention-dropout 0 --fp8-format hybrid --fp8-dot-product-attention"
@@ -13,9 +14,8 @@ MODEL = "--transformer-impl transformer_engine --hidden-size 1024 --num-attentio
 
 def found(text: str) -> list[str]:
     config = flags.parse(text.split()).config
-    return [
-        problem for rule in (precision_map.fp8_attention_is_supported, *precision.RULES) for problem in rule(config, 2)
-    ]
+    rules = (precision_map.fp8_attention_is_supported, *rules_of(precision))
+    return [problem for rule in rules for problem in rule(config, 2)]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 import pytest
 
-from megafp8.config.rules.data import outputs_can_be_written, shards_are_there, tokenizer_files_are_there
+from megafp8.config.rules.paths import outputs_can_be_written, shards_are_there, tokenizer_files_are_there
 from megafp8.config.schema import DataConfig, LoggingConfig, RunConfig
 
 

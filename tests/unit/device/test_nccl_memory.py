@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from megafp8.config.rules.model import registered_buffers_have_ranks
+from megafp8.config.rules.parallel import registered_buffers_have_ranks
 from megafp8.config.schema import ParallelConfig, RunConfig
 from megafp8.device.nccl_buffers import expandable_segments, prefer_copy_engines
 

@@ -47,7 +47,7 @@ def test_proposals_violate_no_rule(num_layers: int, pipeline: int) -> None:
     })  # fmt: skip
     for split in stage_splits(config, pipeline, ()):
         chosen = with_values(config, split)
-        problems = rules.found_by(rules.pipeline.RULES, chosen, 8 * pipeline)
+        problems = rules.found_by(rules.rules_of(rules.pipeline), chosen, 8 * pipeline)
         is_uneven = any(name in split for name in UNEVEN)
         if not is_uneven and num_layers % pipeline:
             assert problems, "no proposal: the rules report it"
