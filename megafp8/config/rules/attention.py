@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megafp8.config import attention_layers, latent_attention
-from megafp8.config.rules.base import all_positive, flags_without_effect, no_effect_without
+from megafp8.config.features import given_flags
+from megafp8.config.rules.base import all_positive, no_effect_without
 from megafp8.config.schema import ModelConfig, RunConfig
 from megafp8.errors import ConfigError
 
@@ -67,11 +68,10 @@ def yarn_has_its_settings(config: RunConfig, world_size: int) -> Iterator[str]:
     """YaRN needs the original context length, and its settings need YaRN."""
     model, default = config.model, ModelConfig()
     if not latent_attention.uses_yarn(model):
-        changed = {
-            "--" + name.replace("_", "-"): getattr(model, name) != getattr(default, name) for name in YARN_SETTINGS
-        }
         needs = "--rope-type yarn" if model.multi_latent_attention else "--position-embedding-type yarn"
-        yield from flags_without_effect(changed, needs)
+        for name in YARN_SETTINGS:
+            if getattr(model, name) != getattr(default, name):
+                yield no_effect_without("--" + name.replace("_", "-"), needs)
         return
     if model.yarn_original_max_position_embeddings is None and not model.multi_latent_attention:
         yield (
@@ -83,15 +83,11 @@ def yarn_has_its_settings(config: RunConfig, world_size: int) -> Iterator[str]:
             f"--yarn-beta-fast {model.yarn_beta_fast:g} must be above --yarn-beta-slow {model.yarn_beta_slow:g}: it "
             "belongs to the higher frequencies"
         )
-    unsupported = {
-        f"--rotary-percent {model.rotary_percent:g}": model.rotary_percent != 1,
-        "--rotary-interleaved": model.rotary_interleaved,
-        "--use-rope-scaling": model.use_rope_scaling,
-        "--rotary-seq-len-interpolation-factor": model.rotary_seq_len_interpolation_factor is not None,
-    }
-    for flag, given in unsupported.items():
-        if given:
-            yield f"YaRN: megatron-core's does not support {flag}; remove one"
+    unsupported = (
+        "--rotary-percent VALUE", "--rotary-interleaved", "--use-rope-scaling", "--rotary-seq-len-interpolation-factor",
+    )  # fmt: skip
+    for flag in given_flags(config, unsupported).values():
+        yield f"YaRN: megatron-core's does not support {flag}; remove one"
 
 
 def queries_have_one_norm(config: RunConfig, world_size: int) -> Iterator[str]:

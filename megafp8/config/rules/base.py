@@ -6,13 +6,13 @@ Limits that depend on the machine are in `device.capability`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, Optional, Union
 
 from megafp8.config import iterations, topology
 from megafp8.config.batch_schedule import BatchSchedule
+from megafp8.config.features import given_flags
 from megafp8.config.schema import DataConfig, RunConfig
 from megafp8.config.settings import settings_by_name, value_of
 from megafp8.errors import ConfigError
@@ -118,57 +118,54 @@ def no_effect_without(flag: str, needs: str) -> str:
     return f"{flag} has no effect without {needs}: give {needs}, or remove it"
 
 
-def flags_without_effect(is_given: Mapping[str, bool], needs: str) -> Iterator[str]:
-    """The messages for those of several flags that are given and have no effect without another."""
-    return (no_effect_without(flag, needs) for flag, given in is_given.items() if given)
+def flags_without_effect(config: RunConfig, features: Iterable[str], needs: str) -> Iterator[str]:
+    """The messages for those of several features that a run has, and that have no effect without another."""
+    return (no_effect_without(flag, needs) for flag in given_flags(config, features).values())
 
 
-@dataclass(frozen=True)
-class UnsupportedSetting:
-    """A Megatron-LM setting that is parsed but not supported with some values.
-
-    Attributes:
-        setting: `section.field`.
-        is_requested: whether a value is one of those.
-        reason: why it is not supported, and what to use instead.
-    """
-
-    setting: str
-    is_requested: Callable[[Any], bool]
-    reason: str
+def excluded(config: RunConfig, flag: str, reasons: Mapping[str, str]) -> Iterator[str]:
+    """The messages for those of several features that a run has, and that a flag excludes."""
+    return (f"{flag} with {text}: {reasons[feature]}" for feature, text in given_flags(config, reasons).items())
 
 
-UNSUPPORTED_SETTINGS: tuple[UnsupportedSetting, ...] = (
-    UnsupportedSetting(
+def not_supported(config: RunConfig, flag: str, reasons: Mapping[str, str]) -> Iterator[str]:
+    """As `excluded`, for features of which one has to be removed."""
+    for feature, text in given_flags(config, reasons).items():
+        yield f"{text} is not supported with {flag}: {reasons[feature]}; remove one of them"
+
+
+# Settings of Megatron-LM that are parsed: the values that are supported, and why others are not.
+UNSUPPORTED_SETTINGS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    (
         "checkpoint.non_persistent_ckpt_type",
-        lambda kind: kind != "global",
+        ("global",),
         "a checkpoint on local disks is lost with any of the machines, because its parts are not replicated. Use "
         "global and a folder shared by all ranks (--non-persistent-global-ckpt-dir)",
     ),
-    UnsupportedSetting(
+    (
         "optimizer.muon_scalar_optimizer",
-        lambda name: name != "adam",
+        ("adam",),
         "weights that Muon does not train are AdamW's. Use adam",
     ),
-    UnsupportedSetting(
+    (
         "optimizer.muon_fp32_matmul_prec",
-        lambda name: name not in ("medium", "high", "highest"),
+        ("medium", "high", "highest"),
         "torch has no such precision, and Megatron-LM fails at the first step. Use medium, which is BF16",
     ),
-    UnsupportedSetting(
+    (
         "data.dataloader_type",
-        lambda name: name != "single",
+        ("single",),
         "the dataset index shuffles documents and samples, and the loader reads them in its order. Use single",
     ),
-    UnsupportedSetting(
+    (
         "checkpoint.ckpt_format",
-        lambda name: name != "torch_dist",
+        ("torch_dist",),
         "checkpoints have one format, which every layout can load. Use torch_dist; Megatron-LM converts its other "
         "formats with --ckpt-convert-format torch_dist",
     ),
-    UnsupportedSetting(
+    (
         "training.data_parallel_random_init",
-        bool,
+        (False,),
         "initial weights depend only on the seed and the parameter names, so data-parallel ranks are equal. Remove it",
     ),
 )
@@ -176,7 +173,7 @@ UNSUPPORTED_SETTINGS: tuple[UnsupportedSetting, ...] = (
 
 def unsupported_settings_are_refused(config: RunConfig, world_size: int) -> Iterator[str]:
     """A request for an unsupported feature is an error and is not ignored."""
-    for entry in UNSUPPORTED_SETTINGS:
-        value = value_of(config, entry.setting)
-        if entry.is_requested(value):
-            yield f"{settings_by_name()[entry.setting].as_flag(value)}: {entry.reason}"
+    for name, supported, reason in UNSUPPORTED_SETTINGS:
+        value = value_of(config, name)
+        if value not in supported:
+            yield f"{settings_by_name()[name].as_flag(value)}: {reason}"

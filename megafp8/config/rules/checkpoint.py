@@ -65,12 +65,8 @@ def loading_needs_a_folder(config: RunConfig, world_size: int) -> Iterator[str]:
     checkpoint = config.checkpoint
     if checkpoint.load is not None or checkpoint.pretrained_checkpoint is not None:
         return
-    requested = {
-        "--finetune": checkpoint.finetune,
-        f"--ckpt-verify {checkpoint.ckpt_verify}": checkpoint.ckpt_verify != "hash",
-        "--use-checkpoint-args": checkpoint.use_checkpoint_args,
-    }
-    yield from flags_without_effect(requested, "--load")
+    features = ("--finetune", "--ckpt-verify VALUE", "--use-checkpoint-args")
+    yield from flags_without_effect(config, features, "--load")
 
 
 def grace_is_for_signals(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 from megafp8.config import derived, multi_token
 from megafp8.config.expert_layers import is_mixture
+from megafp8.config.features import given_flags
 from megafp8.config.fused_adam import fused_adam_problem
 from megafp8.config.grouped_experts import grouped_expert_problems
 from megafp8.config.mixture import expert_ranks_flag, has_expert_ranks
 from megafp8.config.rules.pipeline import is_interleaved
 from megafp8.config.schema import RunConfig
 from megafp8.config.schema.setting import AUTO
-from megafp8.config.settings import settings_by_name, value_of, with_values
+from megafp8.config.settings import with_values
 
 NO_GRAPH = "use --cuda-graph-impl none"
 
@@ -190,13 +191,12 @@ def _rank_problems(config: RunConfig) -> Checks:
 
 def _virtual_stages_flag(config: RunConfig) -> str:
     """The flag that gives the virtual stages of an interleaved pipeline, with its value."""
-    names = (
-        "parallel.pipeline_model_parallel_layout",
-        "parallel.num_layers_per_virtual_pipeline_stage",
-        "parallel.num_virtual_stages_per_pipeline_rank",
+    flags = (
+        "--pipeline-model-parallel-layout VALUE",
+        "--num-layers-per-virtual-pipeline-stage VALUE",
+        "--num-virtual-stages-per-pipeline-rank VALUE",
     )
-    given = (settings_by_name()[name].as_flag(value) for name in names if (value := value_of(config, name)) is not None)
-    return next(given, "virtual stages")
+    return next(iter(given_flags(config, flags).values()), "virtual stages")
 
 
 def cuda_graph_steps_are_identical(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -217,13 +217,8 @@ def cuda_graph_has_warmup_steps(config: RunConfig, world_size: int) -> Iterator[
 
 def evaluation_graph_problems(config: RunConfig) -> Iterator[str]:
     """The flags with which the forward passes of an evaluation are no CUDA graph."""
-    stages = config.parallel.pipeline_model_parallel_size
-    flags = {
-        f"--pipeline-model-parallel-size {stages}": stages > 1,
-        "--use-torch-fsdp2": config.parallel.use_torch_fsdp2,
-        f"--num-experts {config.model.num_experts}": is_mixture(config.model),
-    }
-    return (flag for flag, is_given in flags.items() if is_given)
+    flags = ("--pipeline-model-parallel-size VALUE", "--use-torch-fsdp2", "--num-experts VALUE")
+    return iter(given_flags(config, flags).values())
 
 
 def cuda_graph_of_evaluations_is_possible(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from megafp8.config import derived
 from megafp8.config.data_blend import parse_blend
+from megafp8.config.features import given_flags
 from megafp8.config.rules.base import shards_by_flag
 from megafp8.config.schema import RunConfig
 
@@ -15,13 +16,7 @@ _OVERRIDE = re.compile(r"(transformer|ddp|optimizer)\.[A-Za-z_]\w*=.*", re.DOTAL
 
 def data_has_one_source(config: RunConfig, world_size: int) -> Iterator[str]:
     """Tokens come from shards to split, from shards per split, or are synthetic."""
-    data = config.data
-    sources = {
-        "--data-path": bool(data.data_path),
-        "--train-data-path": bool(data.train_data_path),
-        "--mock-data": data.mock_data,
-    }
-    given = [flag for flag, is_given in sources.items() if is_given]
+    given = given_flags(config, ("--data-path", "--train-data-path", "--mock-data"))
     if not given:
         yield (
             "no training data: give --data-path or --train-data-path (shards from megafp8 preprocess), or --mock-data"
@@ -32,9 +27,8 @@ def data_has_one_source(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def evaluation_shards_need_training_shards(config: RunConfig, world_size: int) -> Iterator[str]:
     """Separate shards for validation or testing need separate shards for training."""
-    data = config.data
-    for flag, shards in (("--valid-data-path", data.valid_data_path), ("--test-data-path", data.test_data_path)):
-        if shards and not data.train_data_path:
+    if not config.data.train_data_path:
+        for flag in given_flags(config, ("--valid-data-path", "--test-data-path")):
             yield f"{flag} needs --train-data-path; to divide one set of shards, use --data-path and --split"
 
 

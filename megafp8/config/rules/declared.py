@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from megafp8.config import precision_map
-from megafp8.config.features import has_feature
+from megafp8.config.features import changed_flag, has_feature
 from megafp8.config.rules.base import no_effect_without
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import Setting, all_settings, settings_by_name, value_of
@@ -37,8 +37,8 @@ def _without_requirements(config: RunConfig, settings: Iterable[Setting]) -> Ite
 def _without_effect(config: RunConfig, needed: Iterable[tuple[Setting, str]]) -> Iterator[tuple[str, str]]:
     """The flags of settings that are given and lack what they need, each with what that is."""
     for setting, feature in needed:
-        if feature and is_given(config, setting) and not has_feature(config, feature):
-            yield setting.as_flag(shown(config, setting)), feature
+        if feature and (flag := changed_flag(config, setting)) and not has_feature(config, feature):
+            yield flag, feature
 
 
 def unused_settings(config: RunConfig) -> Iterator[str]:
@@ -58,18 +58,6 @@ def unused_settings(config: RunConfig) -> Iterator[str]:
         )
 
 
-def is_given(config: RunConfig, setting: Setting) -> bool:
-    """Whether a setting differs from its default. False differs from True only: what is off needs nothing."""
-    value = value_of(config, setting.name)
-    return bool(value != setting.default) and not (value is False and setting.default is None)
-
-
-def shown(config: RunConfig, setting: Setting) -> object:
-    """The value of a setting as messages show it."""
-    value = value_of(config, setting.name)
-    return int(value) if isinstance(value, float) and value.is_integer() else setting.written(value)
-
-
 HISTORY_SETTINGS = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
 """Options of delayed scaling that another recipe only warns about: Megatron-LM's scripts give them with all recipes.
 `precision.py` refuses other options there, and these too in a run without FP8."""
@@ -82,6 +70,5 @@ def _unused_amax_history(config: RunConfig) -> Iterator[str]:
     if precision.fp8_format is None or any(set(HISTORY_SETTINGS) & set(recipe.setting_names) for recipe in used):
         return
     for setting in (settings_by_name()[f"precision.{name}"] for name in HISTORY_SETTINGS):
-        if is_given(config, setting):
-            flag = setting.as_flag(shown(config, setting))
+        if flag := changed_flag(config, setting):
             yield f"{flag} has no effect with {registry.get(precision.fp8_recipe).flag}"

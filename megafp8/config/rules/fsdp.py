@@ -3,66 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import MappingProxyType
 
 from megafp8.config import dimensions, topology
 from megafp8.config.activations import is_gated
-from megafp8.config.rules.base import has_shape, has_whole_replicas
+from megafp8.config.rules.base import has_shape, has_whole_replicas, not_supported
 from megafp8.config.schema import RunConfig
 
 FSDP = "--use-torch-fsdp2"
+EXCLUDED = MappingProxyType(
+    {
+        # megatron-core asserts that its precision-aware optimizer is distributed.
+        "--use-precision-aware-optimizer": (
+            "megatron-core has optimizer state in FP8 and FP16 only in its distributed optimizer, and the optimizer of "
+            "FSDP2 keeps FP32 master weights and moments of its rows"
+        ),
+        "--use-distributed-optimizer": "it shards the optimizer state itself",
+        "--overlap-grad-reduce": "its reductions always overlap",
+        "--overlap-param-gather": "its gathers always overlap",
+        "--pipeline-model-parallel-size VALUE": (
+            "weights would be gathered for every microbatch of every stage; use tensor parallelism"
+        ),
+        "--num-experts VALUE": "experts have data-parallel groups of their own",
+        "--use-transformer-engine-op-fuser with --fp8-param-gather": "fused operations quantize weights themselves",
+        "--fp8-log-interval VALUE": "quantization statistics read complete weights and gradients",
+        "--check-weight-hash-across-dp-replicas-interval": "there are no replicas to compare",
+    }
+)
 
 
 def fsdp_excludes_other_settings(config: RunConfig, world_size: int) -> Iterator[str]:
     """Settings of other gradient and parameter buffers, and of what reads complete weights or gradients."""
-    parallel, precision, training = config.parallel, config.precision, config.training
-    if not parallel.use_torch_fsdp2:
-        return
-    stages = parallel.pipeline_model_parallel_size
-    yield from low_precision_state_is_the_distributed_optimizers(config)
-    excluded = (
-        (parallel.use_distributed_optimizer, "--use-distributed-optimizer", "it shards the optimizer state itself"),
-        (parallel.overlap_grad_reduce, "--overlap-grad-reduce", "its reductions always overlap"),
-        (parallel.overlap_param_gather, "--overlap-param-gather", "its gathers always overlap"),
-        (
-            stages > 1,
-            f"--pipeline-model-parallel-size {stages}",
-            "weights would be gathered for every microbatch of every stage; use tensor parallelism",
-        ),
-        (
-            bool(config.model.num_experts),
-            f"--num-experts {config.model.num_experts}",
-            "experts have data-parallel groups of their own",
-        ),
-        (
-            bool(precision.use_transformer_engine_op_fuser and precision.fp8_param_gather),
-            "--use-transformer-engine-op-fuser with --fp8-param-gather",
-            "fused operations quantize weights themselves",
-        ),
-        (
-            config.logging.fp8_log_interval is not None,
-            f"--fp8-log-interval {config.logging.fp8_log_interval}",
-            "quantization statistics read complete weights and gradients",
-        ),
-        (
-            training.check_weight_hash_across_dp_replicas_interval is not None,
-            "--check-weight-hash-across-dp-replicas-interval",
-            "there are no replicas to compare",
-        ),
-    )
-    for is_given, flag, reason in excluded:
-        if is_given:
-            yield f"{flag} is not supported with {FSDP}: {reason}; remove one of them"
-
-
-def low_precision_state_is_the_distributed_optimizers(config: RunConfig) -> Iterator[str]:
-    """megatron-core asserts that its precision-aware optimizer is distributed: others keep FP32 master weights."""
-    if not config.optimizer.use_precision_aware_optimizer:
-        return
-    yield (
-        f"--use-precision-aware-optimizer is not supported with {FSDP}: megatron-core has optimizer state in FP8 and "
-        "FP16 only in its distributed optimizer, and the optimizer of FSDP2 keeps FP32 master weights and moments of "
-        "its rows; remove one of them"
-    )
+    if config.parallel.use_torch_fsdp2:
+        yield from not_supported(config, FSDP, EXCLUDED)
 
 
 def fsdp_replicas_have_ranks(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -7,11 +7,8 @@ from collections.abc import Iterator
 
 from megafp8.config import dimensions
 from megafp8.config.activations import is_gated
-from megafp8.config.rules.base import (
-    all_positive,
-    flags_without_effect,
-    no_effect_without,
-)
+from megafp8.config.features import given_flags
+from megafp8.config.rules.base import all_positive, no_effect_without
 from megafp8.config.schema import RunConfig
 from megafp8.utils.integers import round_up
 
@@ -62,24 +59,15 @@ def query_groups_divide_heads(config: RunConfig, world_size: int) -> Iterator[st
 def one_activation(config: RunConfig, world_size: int) -> Iterator[str]:
     """The MLP has one activation function, and settings of a gate have one."""
     model = config.model
-    flags = {
-        "--swiglu": model.swiglu,
-        "--geglu": model.geglu,
-        "--squared-relu": model.squared_relu,
-        "--quick-geglu": model.quick_geglu,
-        "--openai-gelu": model.openai_gelu,
-    }
-    given = [flag for flag, is_given in flags.items() if is_given]
+    activations = ("--swiglu", "--geglu", "--squared-relu", "--quick-geglu", "--openai-gelu")
+    given = given_flags(config, activations)
     if len(given) > 1:
         yield f"{' and '.join(given)} are given together: keep one"
-    of_gates = {
-        f"--activation-func-clamp-value {model.activation_func_clamp_value}": (
-            model.activation_func_clamp_value is not None
-        ),
-        f"--glu-linear-offset {model.glu_linear_offset:g}": model.glu_linear_offset != 0,
-    }
-    if not is_gated(model):
-        yield from flags_without_effect(of_gates, "--swiglu or --quick-geglu")
+    clamp, offset = model.activation_func_clamp_value, model.glu_linear_offset
+    if clamp is not None and not is_gated(model):
+        yield no_effect_without(f"--activation-func-clamp-value {clamp}", "--swiglu or --quick-geglu")
+    if offset != 0 and not is_gated(model):
+        yield no_effect_without(f"--glu-linear-offset {offset:g}", "--swiglu or --quick-geglu")
 
 
 def mlp_has_width(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from megafp8.config import derived, mixture, precision_map
+from megafp8.config.features import given_flags
 from megafp8.config.grouped_experts import fc1_choices, grouped_expert_problems, shares_input_codes
 from megafp8.config.rules.base import all_positive, no_effect_without
 from megafp8.config.schema import RunConfig
@@ -155,13 +156,8 @@ def experts_have_no_fused_operations(config: RunConfig, world_size: int) -> Iter
     """Features whose kernels and buffers are for dense MLPs."""
     if not mixture.is_mixture(config.model):
         return
-    is_given = {
-        "--residual-norm-fusion": config.precision.residual_norm_fusion,
-        "--tp-comm-overlap": config.parallel.tp_comm_overlap,
-    }
-    for flag, given in is_given.items():
-        if given:
-            yield f"{flag} is for dense models: the number of tokens of an expert varies; remove it"
+    for flag in given_flags(config, ("--residual-norm-fusion", "--tp-comm-overlap")):
+        yield f"{flag} is for dense models: the number of tokens of an expert varies; remove it"
 
 
 def expert_kernels_suit_the_experts(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -37,11 +37,8 @@ def capacity_has_its_parts(config: RunConfig, world_size: int) -> Iterator[str]:
     if not mixture.is_mixture(model):
         return
     if not mixture.has_capacity(model):
-        is_given = {
-            "--moe-pad-expert-input-to-capacity": model.moe_pad_expert_input_to_capacity,
-            f"--moe-token-drop-policy {model.moe_token_drop_policy}": model.moe_token_drop_policy != "probs",
-        }
-        yield from flags_without_effect(is_given, "--moe-expert-capacity-factor")
+        options = ("--moe-pad-expert-input-to-capacity", "--moe-token-drop-policy VALUE")
+        yield from flags_without_effect(config, options, "--moe-expert-capacity-factor")
         return
     factor = f"--moe-expert-capacity-factor {model.moe_expert_capacity_factor:g}"
     if model.moe_expert_capacity_factor == 0:
@@ -59,11 +56,8 @@ def shared_experts_have_their_parts(config: RunConfig, world_size: int) -> Itera
         return
     size = model.moe_shared_expert_intermediate_size
     if size is None:
-        is_given = {
-            "--moe-shared-expert-gate": model.moe_shared_expert_gate,
-            "--moe-shared-expert-overlap": parallel.moe_shared_expert_overlap,
-        }
-        yield from flags_without_effect(is_given, "--moe-shared-expert-intermediate-size")
+        options = ("--moe-shared-expert-gate", "--moe-shared-expert-overlap")
+        yield from flags_without_effect(config, options, "--moe-shared-expert-intermediate-size")
         return
     if model.add_bias_linear:
         yield "--moe-shared-expert-intermediate-size: shared experts have no biases; give --disable-bias-linear"

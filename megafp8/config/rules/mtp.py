@@ -3,10 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import MappingProxyType
 
 from megafp8.config import derived, multi_token, precision_map, stages
+from megafp8.config.rules.base import excluded
 from megafp8.config.schema import RunConfig
 from megafp8.errors import ConfigError
+
+_NOT_DEFINED = "which layers it is for is not defined after the last one; remove one"
+EXCLUDED = MappingProxyType(
+    {
+        "--window-size": _NOT_DEFINED,
+        "--no-rope-freq VALUE": _NOT_DEFINED,
+        "--rotary-base-local VALUE": _NOT_DEFINED,
+        "--reset-attention-mask": (
+            "megatron-core shifts tokens at the borders of documents of one sequence only; remove one"
+        ),
+    }
+)
+EXCLUDED_LAYOUTS = MappingProxyType(
+    {
+        "--use-torch-fsdp2": "use --use-distributed-optimizer",
+        "--tp-comm-overlap": "there are no user buffers for its projection; remove one",
+        "--fp8-schedule": "not tested; remove one",
+        "--fp8-dot-product-attention": "not tested; remove one",
+    }
+)
 
 
 def multi_token_layers_are_like_all_others(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -20,19 +42,7 @@ def multi_token_layers_are_like_all_others(config: RunConfig, world_size: int) -
             f"{flag} with learned position embeddings: megatron-core's multi-token prediction supports rope and none; "
             "use --position-embedding-type rope"
         )
-    patterns = {
-        "--window-size": model.window_size is not None,
-        f"--no-rope-freq {model.no_rope_freq}": model.no_rope_freq is not None,
-        f"--rotary-base-local {model.rotary_base_local}": model.rotary_base_local is not None,
-    }
-    for pattern, is_given in patterns.items():
-        if is_given:
-            yield f"{flag} with {pattern}: which layers it is for is not defined after the last one; remove one"
-    if config.data.reset_attention_mask:
-        yield (
-            f"{flag} with --reset-attention-mask: megatron-core shifts tokens at the borders of documents of one "
-            "sequence only; remove one"
-        )
+    yield from excluded(config, flag, EXCLUDED)
 
 
 def multi_token_fits_the_layout(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -46,15 +56,7 @@ def multi_token_fits_the_layout(config: RunConfig, world_size: int) -> Iterator[
             f"{flag} with --pipeline-model-parallel-size {pp} and a shared embedding: megatron-core gives the last "
             "stage an output layer that it cannot save; add --untie-embeddings-and-output-weights"
         )
-    unsupported = {
-        "--use-torch-fsdp2": (parallel.use_torch_fsdp2, "use --use-distributed-optimizer"),
-        "--tp-comm-overlap": (parallel.tp_comm_overlap, "there are no user buffers for its projection; remove one"),
-        "--fp8-schedule": (config.precision.fp8_schedule is not None, "not tested; remove one"),
-        "--fp8-dot-product-attention": (config.precision.fp8_dot_product_attention, "not tested; remove one"),
-    }
-    for other, (is_given, reason) in unsupported.items():
-        if is_given:
-            yield f"{flag} with {other}: {reason}"
+    yield from excluded(config, flag, EXCLUDED_LAYOUTS)
 
 
 def layout_string_has_multi_token_prediction(config: RunConfig, world_size: int) -> Iterator[str]:

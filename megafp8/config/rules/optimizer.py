@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import MappingProxyType
 from typing import Optional
 
 from megafp8.config import derived, iterations, lr_schedule
+from megafp8.config.features import VALUE, given_flags
 from megafp8.config.muon import is_muon, steps_problem
-from megafp8.config.rules.base import all_positive, batch_size, flags_without_effect
+from megafp8.config.rules.base import all_positive, batch_size, flags_without_effect, not_supported
 from megafp8.config.schema import RunConfig
 
 
@@ -31,39 +33,22 @@ def learning_rate_is_the_peak(config: RunConfig, world_size: int) -> Iterator[st
 
 def schedule_is_counted_like_the_run(config: RunConfig, world_size: int) -> Iterator[str]:
     """Run and schedule are both counted in steps or both in samples."""
-    optimizer = config.optimizer
-    in_steps = {
-        "--lr-decay-iters": optimizer.lr_decay_iters,
-        "--lr-warmup-iters": optimizer.lr_warmup_iters or None,
-        "--lr-wsd-decay-iters": optimizer.lr_wsd_decay_iters,
-    }
-    in_samples = {
-        "--lr-decay-samples": optimizer.lr_decay_samples,
-        "--lr-warmup-samples": optimizer.lr_warmup_samples or None,
-        "--lr-wsd-decay-samples": optimizer.lr_wsd_decay_samples,
-    }
     by_samples = config.training.train_iters is None and config.training.train_samples is not None
-    length = "--train-samples" if by_samples else "--train-iters"
-    for flag, value in (in_steps if by_samples else in_samples).items():
-        if value is not None:
-            other = flag.replace("-iters", "-samples") if by_samples else flag.replace("-samples", "-iters")
-            yield (
-                f"{flag} {value} with {length}: use {other}, because the length of the run and the schedule need the "
-                "same unit"
-            )
+    unit, other_unit = ("iters", "samples") if by_samples else ("samples", "iters")
+    features = [f"--lr-{part}-{unit} {VALUE}" for part in ("decay", "warmup", "wsd-decay")]
+    for text in given_flags(config, features).values():
+        yield (
+            f"{text} with --train-{other_unit}: use {text.split()[0].replace(unit, other_unit)}, because the length of "
+            "the run and the schedule need the same unit"
+        )
 
 
 def warmup_is_given_once(config: RunConfig, world_size: int) -> Iterator[str]:
     """Warm-up is given as a fraction or as a count."""
-    optimizer = config.optimizer
-    if optimizer.lr_warmup_fraction is None:
-        return
-    for flag, value in (
-        ("--lr-warmup-iters", optimizer.lr_warmup_iters),
-        ("--lr-warmup-samples", optimizer.lr_warmup_samples),
-    ):
-        if value:
-            yield f"--lr-warmup-fraction {optimizer.lr_warmup_fraction:g} and {flag} {value} are both given: keep one"
+    fraction = config.optimizer.lr_warmup_fraction
+    if fraction is not None:
+        for text in given_flags(config, ("--lr-warmup-iters VALUE", "--lr-warmup-samples VALUE")).values():
+            yield f"--lr-warmup-fraction {fraction:g} and {text} are both given: keep one"
 
 
 def warmup_ends_within_the_schedule(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -144,27 +129,21 @@ def sharded_state_has_a_layout(config: RunConfig, world_size: int) -> Iterator[s
         yield f"--use-distributed-optimizer supports only --optimizer adam and muon, not {name}: remove one of them"
 
 
+MUON_EXCLUDES = MappingProxyType(
+    {
+        "--use-torch-fsdp2": "ranks have rows of a matrix, and Muon needs all of it",
+        "--overlap-param-gather": "updated weights are sent by their owners and not gathered in buckets",
+        "--fp8-param-gather": (
+            "FP8 weights are cast from flat shards of master weights, and Muon updates complete weights"
+        ),
+    }
+)
+
+
 def muon_has_complete_matrices(config: RunConfig, world_size: int) -> Iterator[str]:
     """Settings that cut matrices, or that keep no FP32 weights to which Muon could add its update."""
-    if not is_muon(config):
-        return
-    parallel = config.parallel
-    excluded = (
-        (parallel.use_torch_fsdp2, "--use-torch-fsdp2", "ranks have rows of a matrix, and Muon needs all of it"),
-        (
-            bool(parallel.overlap_param_gather),
-            "--overlap-param-gather",
-            "updated weights are sent by their owners and not gathered in buckets",
-        ),
-        (
-            config.precision.fp8_param_gather,
-            "--fp8-param-gather",
-            "FP8 weights are cast from flat shards of master weights, and Muon updates complete weights",
-        ),
-    )
-    for is_given, flag, reason in excluded:
-        if is_given:
-            yield f"{flag} is not supported with --optimizer muon: {reason}; remove one of them"
+    if is_muon(config):
+        yield from not_supported(config, "--optimizer muon", MUON_EXCLUDES)
 
 
 def newton_schulz_steps_fit(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -177,15 +156,10 @@ def newton_schulz_steps_fit(config: RunConfig, world_size: int) -> Iterator[str]
 def low_precision_state_needs_its_switch(config: RunConfig, world_size: int) -> Iterator[str]:
     """The dtypes of optimizer state need the precision-aware optimizer, which needs the distributed optimizer."""
     optimizer = config.optimizer
-    dtypes = {
-        "--main-grads-dtype": optimizer.main_grads_dtype,
-        "--main-params-dtype": optimizer.main_params_dtype,
-        "--exp-avg-dtype": optimizer.exp_avg_dtype,
-        "--exp-avg-sq-dtype": optimizer.exp_avg_sq_dtype,
-    }
     if not optimizer.use_precision_aware_optimizer:
-        is_given = {f"{flag} {dtype}": dtype != "fp32" for flag, dtype in dtypes.items()}
-        yield from flags_without_effect(is_given, "--use-precision-aware-optimizer")
+        states = ("main-grads", "main-params", "exp-avg", "exp-avg-sq")
+        dtypes = [f"--{state}-dtype {VALUE}" for state in states]
+        yield from flags_without_effect(config, dtypes, "--use-precision-aware-optimizer")
         return
     if optimizer.optimizer != "adam":
         yield f"--use-precision-aware-optimizer supports only --optimizer adam, not {optimizer.optimizer}"

@@ -11,6 +11,13 @@ from megafp8.errors import ConfigError
 from megafp8.utils.integers import round_up
 
 SPLIT_FLAGS = "--account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split"
+UNEVEN_FLAGS = (
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
+    "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
+    "--pipeline-model-parallel-layout",
+)
 END_FLAGS = "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
 
 
@@ -23,23 +30,11 @@ def end_stages(parallel: ParallelConfig) -> dict[str, int]:
     return {flag: count for flag, count in given.items() if count is not None}
 
 
-def uneven_flags(parallel: ParallelConfig) -> dict[str, bool]:
-    """Whether each flag that makes stages uneven is given."""
-    ends = end_stages(parallel)
-    return {
-        "--decoder-first-pipeline-num-layers": "--decoder-first-pipeline-num-layers" in ends,
-        "--decoder-last-pipeline-num-layers": "--decoder-last-pipeline-num-layers" in ends,
-        "--account-for-embedding-in-pipeline-split": parallel.account_for_embedding_in_pipeline_split,
-        "--account-for-loss-in-pipeline-split": parallel.account_for_loss_in_pipeline_split,
-        "--pipeline-model-parallel-layout": parallel.pipeline_model_parallel_layout is not None,
-    }
-
-
 def stages_are_split_in_one_way(config: RunConfig, world_size: int) -> Iterator[str]:
     """The sizes of the stages come from one of three kinds of flags, and need more than one stage."""
     parallel = config.parallel
     if parallel.pipeline_model_parallel_size == 1:
-        yield from flags_without_effect(uneven_flags(parallel), "--pipeline-model-parallel-size of at least 2")
+        yield from flags_without_effect(config, UNEVEN_FLAGS, "--pipeline-model-parallel-size of at least 2")
         return
     ways = {
         END_FLAGS: bool(end_stages(parallel)),

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from megafp8.config import derived, dimensions, gemm_alignment, model_shapes, precision_map, topology
 from megafp8.config.activations import is_plain_swiglu
 from megafp8.config.expert_layers import is_mixture
+from megafp8.config.features import changed_flag
 from megafp8.config.layer_backends import requested_backend
 from megafp8.config.rules.base import all_positive, flags_without_effect, has_shape, no_effect_without
 from megafp8.config.rules.declared import HISTORY_SETTINGS
 from megafp8.config.schema import RunConfig
-from megafp8.config.settings import settings_by_name, value_of
+from megafp8.config.settings import settings_by_name
 from megafp8.recipes import registry
 
 # Settings that have no effect in high precision, and without --fp8-format.
-QUANTIZED_SETTINGS = ("fp8_amax_reduction", "first_last_layers_bf16")
-FP8_SETTINGS = ("fp8_recipe", "fp8_wgrad", "fp8_param_gather", "fp8_dot_product_attention")
+QUANTIZED_FLAGS = ("--fp8-amax-reduction VALUE", "--first-last-layers-bf16")
+FP8_FLAGS = ("--fp8-recipe VALUE", "--no-fp8-wgrad", "--fp8-param-gather", "--fp8-dot-product-attention")
 TILE_LENGTH = 128  # tokens and channels of a tile of the Triton kernels
 
 
@@ -50,17 +51,13 @@ def low_format_settings_need_a_format(config: RunConfig, world_size: int) -> Ite
     """Settings of FP8 and FP4 have no effect without a format."""
     used = precision_map.used_recipes(config.precision)
     if config.precision.fp8_format is None:
-        for name in FP8_SETTINGS:
-            yield from (no_effect_without(flag, "--fp8-format") for flag in non_default_flags(config, name))
+        yield from flags_without_effect(config, FP8_FLAGS, "--fp8-format")
     for recipe in registry.recipes():
         if precision_map.format_of(config.precision, recipe.family) is None and recipe.name not in used:
-            for name in recipe.setting_names:
-                yield from (
-                    no_effect_without(flag, f"--{recipe.family}-format") for flag in non_default_flags(config, name)
-                )
+            for flag in _changed_flags(config, recipe.setting_names):
+                yield no_effect_without(flag, f"--{recipe.family}-format")
     if not used:
-        for name in QUANTIZED_SETTINGS:
-            yield from (no_effect_without(flag, "--fp8-format") for flag in non_default_flags(config, name))
+        yield from flags_without_effect(config, QUANTIZED_FLAGS, "--fp8-format")
 
 
 def recipe_settings_need_their_recipe(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -72,18 +69,15 @@ def recipe_settings_need_their_recipe(config: RunConfig, world_size: int) -> Ite
         if precision_map.format_of(precision, recipe.family) is None:
             continue
         names = (name for name in recipe.setting_names if name not in HISTORY_SETTINGS)
-        for flag in (flag for name in names for flag in non_default_flags(config, name)):
+        for flag in _changed_flags(config, names):
             yield (
                 f"{flag} is an option of {recipe.flag}, not of {chosen[recipe.family]}: remove it, or change the recipe"
             )
 
 
-def non_default_flags(config: RunConfig, name: str) -> Iterator[str]:
-    """The flag of a precision setting and its value, if that is not the default."""
-    setting = settings_by_name()[f"precision.{name}"]
-    value = value_of(config, setting.name)
-    if value != setting.default:
-        yield setting.as_flag(value)
+def _changed_flags(config: RunConfig, names: Iterable[str]) -> Iterator[str]:
+    """The flags of those precision settings that differ from their defaults."""
+    return filter(None, (changed_flag(config, settings_by_name()[f"precision.{name}"]) for name in names))
 
 
 def fp8_weights_need_sharded_optimizer(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -117,19 +111,18 @@ def low_formats_need_quantizing_layers(config: RunConfig, world_size: int) -> It
 def high_precision_layers_fit_a_stage(config: RunConfig, world_size: int) -> Iterator[str]:
     """The layers in high precision at each end are all on the first or the last pipeline stage."""
     precision, pp = config.precision, config.parallel.pipeline_model_parallel_size
-    counts = {
-        "--num-layers-at-start-in-bf16": precision.num_layers_at_start_in_bf16,
-        "--num-layers-at-end-in-bf16": precision.num_layers_at_end_in_bf16,
-    }
     if not precision.first_last_layers_bf16:
-        is_given = {f"{flag} {count}": count != 1 for flag, count in counts.items()}
-        yield from flags_without_effect(is_given, "--first-last-layers-bf16")
+        counts = ("--num-layers-at-start-in-bf16 VALUE", "--num-layers-at-end-in-bf16 VALUE")
+        yield from flags_without_effect(config, counts, "--first-last-layers-bf16")
         return
     if not all_positive(config.model.num_layers, pp):
         return
     assert config.model.num_layers is not None
     per_stage = config.model.num_layers // pp  # megatron-core's limit, also where stages are uneven
-    for flag, count in counts.items():
+    for flag, count in (
+        ("--num-layers-at-start-in-bf16", precision.num_layers_at_start_in_bf16),
+        ("--num-layers-at-end-in-bf16", precision.num_layers_at_end_in_bf16),
+    ):
         if count > per_stage:
             yield (
                 f"{flag} {count} is more than the {config.model.num_layers} / {pp} = {per_stage} layers of a pipeline "

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from megafp8.config import derived, iterations, lr_schedule, precision_map
 from megafp8.config.expert_layers import has_capacity, is_mixture
+from megafp8.config.features import given_flags
 from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.rules.base import all_positive
 from megafp8.config.rules.batch import schedule_flag, varying_schedule
@@ -222,12 +223,8 @@ def _unused_setting_warnings(config: RunConfig, implementation: LayerBackend) ->
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
         yield "--sequence-parallel has no effect with --tensor-model-parallel-size 1"
     if data.tokenizer_type != "TikTokenizer":
-        for flag, value in (
-            ("--tiktoken-pattern", data.tiktoken_pattern),
-            ("--tiktoken-num-special-tokens", data.tiktoken_num_special_tokens),
-        ):
-            if value is not None:
-                yield f"{flag} {value} has no effect: it is for TikTokenizer, not {data.tokenizer_type}"
+        for flag in given_flags(config, ("--tiktoken-pattern VALUE", "--tiktoken-num-special-tokens VALUE")).values():
+            yield f"{flag} has no effect: it is for TikTokenizer, not {data.tokenizer_type}"
     fixed = config.optimizer.loss_scale
     if fixed is not None or not config.precision.fp16:
         reason = "only --fp16 has a dynamic loss scale" if fixed is None else f"--loss-scale {fixed:g} is fixed"

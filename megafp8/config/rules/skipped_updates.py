@@ -6,20 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megafp8.config import derived, precision_map
+from megafp8.config.features import given_flags
 from megafp8.config.rules.base import no_effect_without
 from megafp8.config.schema import RunConfig
 
 
 def skipping_needs_the_check(config: RunConfig, world_size: int) -> Iterator[str]:
     """Updates can be skipped only with the check for non-finite values."""
-    training = config.training
-    requested = {
-        f"--max-skipped-steps {training.max_skipped_steps}": training.max_skipped_steps > 0,
-        f"--spike-policy {training.spike_policy}": training.spike_policy != "off",
-        f"--on-nonfinite-activation {training.on_nonfinite_activation}": training.on_nonfinite_activation != "warn",
-    }
-    for flag, given in requested.items():
-        if given and not training.check_for_nan_in_loss_and_grad:
+    if not config.training.check_for_nan_in_loss_and_grad:
+        policies = ("--max-skipped-steps VALUE", "--spike-policy VALUE", "--on-nonfinite-activation VALUE")
+        for flag in given_flags(config, policies).values():
             yield f"{flag} contradicts --no-check-for-nan-in-loss-and-grad: keep one"
 
 
@@ -85,6 +81,5 @@ def rollback_has_somewhere_to_go(config: RunConfig, world_size: int) -> Iterator
             "--spike-policy rollback needs a --save folder with checkpoints of this run only: give --load "
             f"{checkpoint.save} without --finetune (to start from other weights, use --pretrained-checkpoint)"
         )
-    for flag, given in (("--no-save-optim", checkpoint.no_save_optim), ("--no-save-rng", checkpoint.no_save_rng)):
-        if given:
-            yield f"--spike-policy rollback needs complete checkpoints, which {flag} excludes: remove one"
+    for flag in given_flags(config, ("--no-save-optim", "--no-save-rng")):
+        yield f"--spike-policy rollback needs complete checkpoints, which {flag} excludes: remove one"
