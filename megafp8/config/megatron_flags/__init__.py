@@ -2,25 +2,60 @@
 
 - replaced: read as a flag that exists, with a warning.
 - accepted: changes nothing here; a warning gives the reason.
-- idle: changes nothing without another flag, which is not given, or with another, which is; accepted with a warning.
+- unused: changes nothing without another flag, which is not given, or with another, which is; accepted with a warning.
 - refused: would change training, or asks for an unsupported feature; the reason names an alternative.
 
-In doubt a flag is refused, so that no request is silently ignored.
+In doubt a flag is refused, so that no request is silently ignored. `replaced.py` and `flags.yaml` have the tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+import functools
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
 from typing import Optional
 
-from megafp8.config.megatron_flags.accepted import ACCEPTED_GROUPS, ACCEPTED_PREFIXES, ACCEPTED_VALUES, MANY, Arity
-from megafp8.config.megatron_flags.refused import REFUSED_GROUPS, REFUSED_PREFIXES
 from megafp8.config.megatron_flags.replaced import OVERRIDES, PARTS_OF_CUDA_GRAPH, REPLACED
-from megafp8.config.megatron_flags.unused import missing_main_flags, overriding_flag
+from megafp8.utils.strict_yaml import read_yaml
 
 NO_EFFECT = ": no effect; "
 """Between flag and reason in the warning of an accepted flag."""
+
+
+@dataclass(frozen=True)
+class FlagEntry:
+    """Flags of `flags.yaml` that are handled alike.
+
+    Attributes:
+        flags: their names; one that ends with * stands for all flags that begin so.
+        words: what the entry has beside flags and reason: values, or other flags.
+    """
+
+    flags: tuple[str, ...]
+    words: tuple[str, ...]
+    reason: str
+
+    def has(self, flag: str) -> bool:
+        """Whether a flag is one of these."""
+        return flag in self.flags or any(name[-1] == "*" and flag.startswith(name[:-1]) for name in self.flags)
+
+
+@functools.lru_cache(maxsize=1)
+def tables() -> Mapping[str, tuple[FlagEntry, ...]]:
+    """The tables of `flags.yaml`, read once: command lines without such flags do not need them."""
+    content = read_yaml(Path(__file__).with_name("flags.yaml"), as_written=True)
+    return MappingProxyType({name: tuple(map(_entry, rows)) for name, rows in content.items()})
+
+
+def _entry(row: Mapping[str, str]) -> FlagEntry:
+    words = row.get("values", row.get("with", row.get("without", "")))
+    return FlagEntry(tuple(row["flags"].split()), tuple(words.split()), row.get("reason", ""))
+
+
+def _find(table: str, flag: str) -> Optional[FlagEntry]:
+    return next((entry for entry in tables()[table] if entry.has(flag)), None)
 
 
 @dataclass(frozen=True)
@@ -80,29 +115,29 @@ def classify(flag: str, words: Sequence[str], given: Set[str] = frozenset()) -> 
         words: its values.
         given: all flags of the command line.
     """
-    for flags, arity, reason in ACCEPTED_GROUPS:
-        if flag in flags.split():
-            return _accept(flag, words, arity, reason)
+    if accepted := _find("accepted", flag):
+        return _accept(flag, words, accepted)
     refusal = refusal_reason(flag)
     if refusal is None:
-        harmless = next((why for names, why in ACCEPTED_PREFIXES if flag.startswith(tuple(names.split()))), None)
-        return None if harmless is None else Verdict(True, flag, harmless)
-    values, reason = ACCEPTED_VALUES.get(flag, ((), ""))
-    if len(words) == 1 and words[0] in values:
-        return Verdict(True, f"{flag} {words[0]}", reason)
-    if other := overriding_flag(flag, given):
-        return Verdict(True, flag, f"it does not matter with {other}")
-    if mains := missing_main_flags(flag, given):
-        return Verdict(True, flag, f"it only matters with {mains}")
+        return None
+    harmless = _find("accepted_values", flag)
+    if harmless and len(words) == 1 and words[0] in harmless.words:
+        return Verdict(True, f"{flag} {words[0]}", harmless.reason)
+    for entry in tables()["unused_with"]:
+        if entry.has(flag) and not given.isdisjoint(entry.words):
+            return Verdict(True, flag, f"it does not matter with {' or '.join(entry.words)}")
+    for entry in tables()["unused_without"]:
+        if entry.has(flag) and flag not in entry.words and given.isdisjoint(entry.words):
+            return Verdict(True, flag, f"it only matters with {' or '.join(entry.words)}")
     return Verdict(False, flag, refusal)
 
 
-def _accept(flag: str, words: Sequence[str], arity: Arity, reason: str) -> Verdict:
-    fits = len(words) >= 1 if arity == MANY else len(words) == arity
-    if not fits:
-        expected = {0: "no value", 1: "one value", MANY: "one or more values"}[arity]
+def _accept(flag: str, words: Sequence[str], entry: FlagEntry) -> Verdict:
+    (number,) = entry.words
+    if number not in ("any", str(len(words))) and not (number == "many" and words):
+        expected = {"0": "no value", "1": "one value", "many": "one or more values"}[number]
         return Verdict(False, flag, f"expected {expected}, got {' '.join(map(repr, words)) or 'none'}")
-    return Verdict(True, flag, reason)
+    return Verdict(True, flag, entry.reason)
 
 
 def refusal_text(flags: Sequence[str], reason: str) -> str:
@@ -113,7 +148,5 @@ def refusal_text(flags: Sequence[str], reason: str) -> str:
 
 def refusal_reason(flag: str) -> Optional[str]:
     """Why a flag is refused and what to use instead; None if it is not."""
-    for flags, reason in REFUSED_GROUPS:
-        if flag in flags.split():
-            return reason
-    return next((reason for prefixes, reason in REFUSED_PREFIXES if flag.startswith(tuple(prefixes.split()))), None)
+    entry = _find("refused", flag)
+    return entry.reason if entry else None

@@ -6,15 +6,7 @@ import pytest
 
 from megafp8.config import megatron_flags
 from megafp8.config.flags import build_parser, parse, parse_with_problems
-from megafp8.config.megatron_flags import (
-    ACCEPTED_GROUPS,
-    ACCEPTED_VALUES,
-    MANY,
-    REFUSED_GROUPS,
-    REFUSED_PREFIXES,
-    REPLACED,
-)
-from megafp8.config.megatron_flags.unused import UNUSED_WITHOUT
+from megafp8.config.megatron_flags import REPLACED, tables
 from megafp8.config.settings import settings_by_name
 from megafp8.errors import ConfigError
 
@@ -67,22 +59,29 @@ def test_every_flag_in_use_has_a_place(name):
     assert flag in OURS or flag in REPLACED or megatron_flags.classify(flag, ()) is not None
 
 
-def _flags(groups):
-    return [flag for group in groups for flag in group[0].split()]
+def _flags(table):
+    return [flag for entry in tables()[table] for flag in entry.flags]
+
+
+def test_every_table_is_read():
+    assert set(tables()) == {"accepted", "refused", "accepted_values", "unused_with", "unused_without"}
+    for name, table in tables().items():
+        for entry in table:
+            assert entry.flags and all(flag.startswith("--") for flag in entry.flags), entry
+            assert bool(entry.words) == (name != "refused") and bool(entry.reason) == ("unused" not in name), entry
 
 
 def test_no_flag_has_two_places():
-    listed = [*_flags(ACCEPTED_GROUPS), *_flags(REFUSED_GROUPS), *REPLACED]
+    listed = [*_flags("accepted"), *_flags("refused"), *REPLACED]
     assert len(listed) == len(set(listed)), sorted(flag for flag in listed if listed.count(flag) > 1)
     assert not OURS & set(listed)
     assert not [flag for flag in OURS if megatron_flags.refusal_reason(flag)]
-    assert not [flag for flag in _flags(ACCEPTED_GROUPS) if megatron_flags.refusal_reason(flag)]
+    assert not [flag for flag in _flags("accepted") if megatron_flags.refusal_reason(flag)]
 
 
 def test_refused_flags_give_a_reason_and_name_flags_that_exist():
     not_ours = {"--max-restarts"}
-    reasons = [reason for _, reason in (*REFUSED_GROUPS, *REFUSED_PREFIXES)]
-    for reason in reasons:
+    for reason in (entry.reason for entry in tables()["refused"]):
         for named in re.findall(r"--[a-z0-9][a-z0-9_-]*", reason):
             assert named in OURS | not_ours, f"{named} in: {reason}"
 
@@ -110,17 +109,18 @@ def test_flags_that_are_refused_for_the_same_reason_are_one_problem_at_the_first
 
 
 def test_reasons_that_flags_share_are_about_any_number_of_them():
-    for flags, reason in (*REFUSED_GROUPS, *REFUSED_PREFIXES):
-        is_shared = len(flags.split()) > 1 or (flags, reason) in REFUSED_PREFIXES
-        assert not (is_shared and reason.startswith("it ")), f"{flags}: {reason}"
+    for entry in tables()["refused"]:
+        is_shared = len(entry.flags) > 1 or "*" in entry.flags[0]
+        assert not (is_shared and entry.reason.startswith("it ")), entry
 
 
 def test_accepted_values_belong_to_refused_flags():
-    for flag, (values, _) in ACCEPTED_VALUES.items():
+    mains = {main for entry in tables()["unused_without"] for main in entry.words}
+    for entry in tables()["accepted_values"]:
+        (flag,) = entry.flags
         assert megafp8_refuses(flag), flag
-        for value in values:
+        for value in entry.words:
             assert megatron_flags.classify(flag, [value]).accepted
-        mains = {main for _, mains in UNUSED_WITHOUT for main in mains.split()}
         assert not megatron_flags.classify(flag, ["another"], mains - {flag}).accepted
 
 
@@ -151,11 +151,11 @@ def test_a_flag_may_be_unused_with_another():
 
 
 def test_unused_flags_and_their_main_flags_have_places():
-    for flags, mains in UNUSED_WITHOUT:
-        for main in mains.split():
-            assert main in OURS or megafp8_refuses(main) or main in _flags(ACCEPTED_GROUPS), main
-        for flag in flags.split():
-            name = f"{flag}x" if flag.endswith("-") else flag
+    for entry in tables()["unused_without"]:
+        for main in entry.words:
+            assert main in OURS or megafp8_refuses(main) or main in _flags("accepted"), main
+        for flag in entry.flags:
+            name = flag.replace("*", "x")
             assert megafp8_refuses(name), f"{name} would be accepted in any case, or is unknown"
 
 
@@ -165,9 +165,12 @@ def test_flags_for_inference_and_other_models_are_accepted():
 
 
 def test_accepted_flags_are_accepted_with_a_warning_and_check_their_arity():
-    for flags, arity, _ in ACCEPTED_GROUPS:
-        for flag in flags.split():
-            fitting, wrong = (2, 0) if arity == MANY else (arity, arity + 1)
+    numbers = {"0": (0, 1), "1": (1, 2), "many": (2, 0)}
+    for flags, (number,) in ((entry.flags, entry.words) for entry in tables()["accepted"]):
+        if number == "any":
+            continue
+        for flag in flags:
+            fitting, wrong = numbers[number]
             assert megatron_flags.classify(flag, ["1"] * fitting).accepted
             assert not megatron_flags.classify(flag, ["1"] * wrong).accepted
 
