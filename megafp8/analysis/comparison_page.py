@@ -12,8 +12,7 @@ from megafp8.analysis.findings import headline
 from megafp8.analysis.html import render, standalone_svg, to_svg
 from megafp8.analysis.pairing import group_runs, is_control, pairs_of, recipe_of
 from megafp8.analysis.percent import percent
-from megafp8.analysis.plot_comparison import GIB, DrawnRecipe, color_of
-from megafp8.analysis.plots import plot_loss_curves
+from megafp8.analysis.plot_comparison import GIB, DrawnRecipe, color_of, plot_loss_curves
 from megafp8.analysis.runs import (
     LoadedRun,
     Unfinished,
@@ -260,8 +259,7 @@ def publish_comparison(
     folder = Path(output_folder)
     folder.mkdir(parents=True, exist_ok=True)
     recipes = drawn_recipes(comparison, runs)
-    first_seed = [recipe.runs[0] for recipe in recipes]
-    picture = plot_loss_curves(first_seed, folder / "loss_curves.png", title)
+    picture = plot_loss_curves(recipes, folder / "loss_curves.png", title)
     written = {
         folder / "report.html": render_page(comparison, runs, title=title),
         folder / "comparison.md": tables.to_markdown(comparison),

@@ -8,14 +8,12 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megafp8.analysis.plotting import take_names_literally
+from megafp8.analysis.plotting import GRID, INK, take_names_literally
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TEMPLATES = Path(__file__).parent
-# Placeholders, which no curve uses; the page replaces them with its own text and grid colours.
-INK, GRID = "#0a0b0c", "#0c0b0a"
 
 
 def render(template: str, **content: Any) -> str:

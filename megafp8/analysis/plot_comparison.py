@@ -1,4 +1,4 @@
-"""Figures of a comparison of recipes, drawn as SVG for the HTML report.
+"""Figures of a comparison of recipes: as SVG for the HTML report, and the loss curves as PNG.
 
 Lines are means over the seeds, bands span the seeds. The baseline and all text are drawn in `INK` and the grid in
 `GRID`; the page replaces both for light and dark mode.
@@ -8,27 +8,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 import numpy as np
 
 from megafp8.analysis import seed_statistics
 from megafp8.analysis.compare import Comparison, RecipeRow
-from megafp8.analysis.html import GRID, INK
-from megafp8.analysis.pairing import Pair, is_control
-from megafp8.analysis.plotting import GRAY, new_figure, style_axes, use_si_prefixes
+from megafp8.analysis.pairing import Pair, is_control, recipe_of
+from megafp8.analysis.plotting import (
+    GRAY,
+    GRID,
+    INK,
+    PAGE_STYLE,
+    new_figure,
+    plot_style,
+    save_figure,
+    use_si_prefixes,
+)
 from megafp8.analysis.runs import LoadedRun
 from megafp8.analysis.seed_statistics import Curve, over_seeds
+from megafp8.errors import DataError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from megafp8.analysis.stability_gaps import SuiteGap
+
 COLORS = ("#e8590c", "#1c7ed6", "#2f9e44", "#ae3ec9", "#e64980", "#0ca678", "#f08c00", "#7048e8")
 BOUND_COLOR = "#e03131"
 WIDTH_INCHES, NARROW_INCHES = 8.6, 4.6
+WIDTH_PIXELS, HEIGHT_PIXELS = 1200, 640  # of the loss curves
 FONT = 10
 # The limits of the loss axes ignore this first part of the runs, whose steep fall would compress the rest.
 STEEP_FRACTION = 0.08
@@ -59,6 +72,7 @@ class DrawnRecipe:
         return self.color == INK
 
 
+_smoothed_loss = partial(seed_statistics.smoothed_field, field="loss")
 # What is drawn of each recipe that has values.
 Curves = Sequence[tuple[DrawnRecipe, Curve]]
 
@@ -70,39 +84,62 @@ def color_of(name: str, index: int, *, is_baseline: bool) -> str:
     return GRAY if is_control(name) else COLORS[index % len(COLORS)]
 
 
-def plot_gaps(comparison: Comparison, colors: Sequence[str]) -> Figure:
-    """Gap of every recipe: dots for seeds, a bar for the interval of the mean, the bound as a dashed line."""
-    rows = zip(comparison.recipes, colors, strict=True)
-    shown = [(row, row.gap, color) for row, color in rows if row.verdict and row.gap is not None]
-    figure, axes = _figure(0.9 + 0.42 * len(shown))
-    values = [value for row, gap, _ in shown for value in (*row.gaps_fraction, gap.low, gap.high) if value is not None]
-    finite = [abs(value) for value in values if math.isfinite(value)]
-    reach = 100 * 1.1 * max([*finite, 1.2 * comparison.bound_fraction, MIN_REACH_FRACTION])
-    bound = 100 * comparison.bound_fraction
-    axes.axvspan(bound, reach, color=BOUND_COLOR, alpha=0.08, linewidth=0)
-    axes.axvline(bound, color=BOUND_COLOR, linewidth=1.2, linestyle=(0, (4, 3)))
+@plot_style(PAGE_STYLE)
+def plot_gap_rows(
+    rows: Sequence[RecipeRow | SuiteGap], colors: Sequence[str], *, bound_fraction: Optional[float], label: str
+) -> Figure:
+    """Gap of every row: dots for pairs, a bar for the interval of the mean, the bound as a dashed line.
+
+    Args:
+        bound_fraction: None draws no bound.
+        label: of the x axis.
+    """
+    figure, axes = _figure(0.9 + 0.42 * len(rows))
+    values = [gap for row in rows for gap in row.gaps_fraction]
+    values += [end for row in rows if row.gap for end in (row.gap.low, row.gap.high) if end is not None]
+    sizes = [abs(value) for value in values if math.isfinite(value)]
+    reach = 115 * max([*sizes, 1.2 * (bound_fraction or 0), MIN_REACH_FRACTION])
+    if bound_fraction is not None:
+        axes.axvspan(100 * bound_fraction, reach, color=BOUND_COLOR, alpha=0.08, linewidth=0)
+        axes.axvline(100 * bound_fraction, color=BOUND_COLOR, linewidth=1.2, linestyle=(0, (4, 3)))
     axes.axvline(0, color=INK, linewidth=1)
-    for position, (row, gap, color) in enumerate(shown):
-        if gap.low is not None and gap.high is not None:
-            axes.plot([100 * gap.low, 100 * gap.high], [position, position], color=color, linewidth=7, alpha=0.3,
+    for y, (row, color) in enumerate(zip(rows, colors, strict=True)):
+        finite = [100 * gap for gap in row.gaps_fraction if math.isfinite(gap)]
+        axes.plot(finite, [y] * len(finite), "o", color=color, markersize=4.5)
+        if row.gap is None:
+            continue
+        if row.gap.low is not None and row.gap.high is not None:
+            axes.plot([100 * row.gap.low, 100 * row.gap.high], [y, y], color=color, linewidth=7, alpha=0.3,
                       solid_capstyle="butt")  # fmt: skip
-        if not math.isfinite(gap.mean):
-            axes.annotate("the loss is not finite", (0, position), (6, 0), textcoords="offset points", va="center",
-                          fontsize=FONT, color=INK)  # fmt: skip
-        axes.plot(
-            100 * np.array(row.gaps_fraction), [position] * len(row.gaps_fraction), "o", color=color, markersize=4.5
-        )
-        axes.plot(100 * gap.mean, position, "|", color=color, markersize=17, markeredgewidth=2.4)
-    axes.set_yticks(range(len(shown)), [row.name for row, *_ in shown], fontsize=FONT)
-    axes.set_ylim(len(shown) - 0.5, -0.5)
+        axes.plot(100 * row.gap.mean, y, "|", color=color, markersize=17, markeredgewidth=2.4)
+        if not math.isfinite(row.gap.mean):
+            axes.annotate("the loss is not finite", (0, y), (6, 0), textcoords="offset points", va="center")
+    _name_rows(axes, [row.name for row in rows])
     axes.set_xlim(-reach, reach)
-    axes.set_xlabel("gap (%)")
+    axes.set_xlabel(label)
     axes.spines["left"].set_visible(False)
     axes.tick_params(left=False)
-    axes.grid(False, axis="y")
     return figure
 
 
+def _name_rows(axes: Axes, names: Sequence[str]) -> None:
+    """Name the rows of a figure, the first one on top."""
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.grid(False, axis="y")
+
+
+def plot_gaps(comparison: Comparison, colors: Sequence[str]) -> Figure:
+    """Final gap of every recipe that has one, and the bound of the comparison."""
+    both = zip(comparison.recipes, colors, strict=True)
+    shown = [(row, color) for row, color in both if row.verdict and row.gap is not None]
+    return plot_gap_rows(
+        [row for row, _ in shown], [color for _, color in shown], bound_fraction=comparison.bound_fraction,
+        label="gap (%)",
+    )  # fmt: skip
+
+
+@plot_style(PAGE_STYLE)
 def plot_validation(recipes: Sequence[DrawnRecipe], *, confidence: float) -> Optional[Figure]:
     """Validation loss over tokens; below it the gap to the baseline with the interval of its mean.
 
@@ -117,29 +154,30 @@ def plot_validation(recipes: Sequence[DrawnRecipe], *, confidence: float) -> Opt
     return figure
 
 
+@plot_style(PAGE_STYLE)
 def plot_time(recipes: Sequence[DrawnRecipe]) -> Optional[Figure]:
     """Validation loss over the time spent in steps; None if no run was validated."""
     curves = _run_curves(recipes, seed_statistics.validation_losses_over_time)
     if not curves:
         return None
     figure, axes = _figure(2.9)
-    _draw(axes, curves, marker="o")
-    _limit_losses(axes)
-    axes.set_ylabel("validation loss (nats)")
+    _draw_losses(axes, curves, "validation loss (nats)", marker="o")
     axes.set_xlabel("time in steps (s)")
     add_legend(axes)
     return figure
 
 
+@plot_style(PAGE_STYLE)
 def plot_training(recipes: Sequence[DrawnRecipe]) -> Optional[Figure]:
     """Training loss over tokens; below it the smoothed gap to the baseline with the range over the seeds.
 
     None if no run has steps.
     """
-    losses = _run_curves(recipes, partial(seed_statistics.smoothed_field, field="loss"))
+    losses = _run_curves(recipes, _smoothed_loss)
     return _plot_with_gaps(losses, _curves(recipes, seed_statistics.smoothed_gap), "training loss (nats)")
 
 
+@plot_style(PAGE_STYLE)
 def plot_grad_norms(recipes: Sequence[DrawnRecipe]) -> Optional[Figure]:
     """Gradient norm before clipping over tokens; None if no run recorded it."""
     from matplotlib.ticker import LogLocator
@@ -158,6 +196,7 @@ def plot_grad_norms(recipes: Sequence[DrawnRecipe]) -> Optional[Figure]:
     return figure
 
 
+@plot_style(PAGE_STYLE)
 def plot_speed_and_memory(comparison: Comparison, colors: Sequence[str]) -> Optional[Figure]:
     """Tokens per second and peak memory, one bar per recipe; without a panel that has no value, None without any."""
     rows = comparison.drawn
@@ -172,27 +211,23 @@ def plot_speed_and_memory(comparison: Comparison, colors: Sequence[str]) -> Opti
     if not panels:
         return None
     figure, grid = _figure(0.8 + 0.34 * len(rows), columns=len(panels))
-    for column, (label, (values, shown)) in enumerate(panels.items()):
-        axes = np.atleast_1d(grid)[column]
-        _bars(axes, rows, colors, values, label, shown)
-        if column > 0:
-            axes.set_yticklabels([])
+    for axes, (label, (values, shown)) in zip(np.atleast_1d(grid), panels.items(), strict=True):
+        _bars(axes, colors, values, label, shown)
+        _name_rows(axes, [row.name if axes is figure.axes[0] else "" for row in rows])
     return figure
 
 
-def _figure(height: float, *, rows: int = 1, columns: int = 1) -> tuple[Figure, Any]:
-    figure = new_figure(WIDTH_INCHES, height)
-    panels = figure.subplots(
-        rows, columns, sharex=rows > 1, gridspec_kw={"height_ratios": (1.7, 1)} if rows == 2 else None
-    )
-    for axes in np.atleast_1d(panels):
-        style_panel(axes)
-    return figure, panels
+def _figure(height: float, *, rows: int = 1, columns: int = 1, width: float = WIDTH_INCHES) -> tuple[Figure, Any]:
+    figure = new_figure(width, height)
+    ratios = (1.7, 1) if rows == 2 else None
+    return figure, figure.subplots(rows, columns, sharex=rows > 1, height_ratios=ratios)
 
 
 def style_panel(axes: Axes) -> None:
     """Give a panel the style of the report."""
-    style_axes(axes, grid_color=GRID)
+    axes.grid(True, color=GRID)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=FONT, color=GRID, labelcolor=INK, which="both")
     for spine in axes.spines.values():
         spine.set_color(GRID)
@@ -205,17 +240,37 @@ def _plot_with_gaps(losses: Curves, gaps: Curves, loss_label: str, marker: str =
     if not losses:
         return None
     figure, panels = _figure(4.6, rows=2) if gaps else _figure(2.9)
-    above, *rest = np.atleast_1d(panels)
-    _draw(above, losses, marker=marker)
-    _limit_losses(above)
-    above.set_ylabel(loss_label)
-    for below in rest:
-        _draw(below, [(recipe, _percent(curve)) for recipe, curve in gaps], marker=marker)
-        _limit_gaps(below)
-        below.set_ylabel("gap (%)")
-    _token_axis(rest[0] if rest else above)
+    above, *below = np.atleast_1d(panels)
+    _draw_losses(above, losses, loss_label, marker)
+    for axes in below:
+        _draw_gaps(axes, gaps, marker)
+    _token_axis(figure.axes[-1])
     add_legend(above)
     return figure
+
+
+def _draw_losses(axes: Axes, losses: Curves, label: str, marker: str = "") -> None:
+    """Loss curves, with the axis limited to the losses after the steep first part of the runs."""
+    _draw(axes, losses, marker=marker)
+    axes.set_ylabel(label)
+    curves = [finite for values in _y_values(axes) if (finite := values[np.isfinite(values)]).size]
+    if not curves:
+        return
+    low = min(values.min() for values in curves)
+    high = max(values[min(len(values) - 1, math.ceil(len(values) * STEEP_FRACTION))] for values in curves)
+    if high > low:
+        axes.set_ylim(low - 0.06 * (high - low), high + 0.06 * (high - low))
+
+
+def _draw_gaps(axes: Axes, gaps: Curves, marker: str = "") -> None:
+    """Gaps in percent, with an axis that is symmetric about zero and ignores the steep first part of the runs."""
+    _draw(axes, [(recipe, _percent(curve)) for recipe, curve in gaps], marker=marker)
+    axes.set_ylabel("gap (%)")
+    ends = [values[math.ceil(len(values) * STEEP_FRACTION) :] for values in _y_values(axes)]
+    sizes = np.abs(np.concatenate([*ends, [100 * MIN_REACH_FRACTION]]))
+    limit = 1.5 * float(np.max(sizes[np.isfinite(sizes)]))
+    axes.axhline(0, color=INK, linewidth=3, alpha=0.35, zorder=1)
+    axes.set_ylim(-limit, limit)
 
 
 def _curves(
@@ -263,32 +318,11 @@ def _y_values(axes: Axes) -> list[np.ndarray]:
     return [np.asarray(line.get_ydata(), dtype=np.float64) for line in axes.get_lines()]
 
 
-def _limit_losses(axes: Axes) -> None:
-    """Limit the loss axis to the losses after the steep first part of the runs."""
-    curves = [finite for values in _y_values(axes) if (finite := values[np.isfinite(values)]).size]
-    if not curves:
-        return
-    low = min(values.min() for values in curves)
-    high = max(values[min(len(values) - 1, math.ceil(len(values) * STEEP_FRACTION))] for values in curves)
-    if high > low:
-        axes.set_ylim(low - 0.06 * (high - low), high + 0.06 * (high - low))
-
-
-def _limit_gaps(axes: Axes) -> None:
-    """Make the gap axis symmetric about zero, without the steep first part of the runs."""
-    ends = [values[math.ceil(len(values) * STEEP_FRACTION) :] for values in _y_values(axes)]
-    sizes = np.abs(np.concatenate([*ends, [100 * MIN_REACH_FRACTION]]))
-    limit = 1.5 * float(np.max(sizes[np.isfinite(sizes)]))
-    axes.axhline(0, color=INK, linewidth=3, alpha=0.35, zorder=1)
-    axes.set_ylim(-limit, limit)
-
-
 def _add_perplexity(axes: Axes) -> None:
     right = axes.secondary_yaxis("right")
     right.yaxis.set_major_formatter(lambda loss, _: f"{math.exp(loss):.3g}" if loss < MAX_EXPONENT else "")
-    right.set_ylabel("perplexity", color=INK, size=FONT)
-    right.tick_params(labelsize=FONT, color=GRID, labelcolor=INK)
-    right.spines["right"].set_visible(False)
+    right.set_ylabel("perplexity")
+    right.grid(False)
 
 
 def _token_axis(axes: Axes) -> None:
@@ -297,6 +331,7 @@ def _token_axis(axes: Axes) -> None:
     use_si_prefixes(axes.xaxis)
 
 
+@plot_style(PAGE_STYLE)
 def make_narrow(figure: Figure) -> Figure:
     """The same figure for a narrow screen: fonts keep their size, axes and legend are fitted again."""
     for legend in list(figure.legends):
@@ -325,13 +360,12 @@ def add_legend(axes: Axes) -> None:
         assert figure is not None
         num_columns, num_rows = legend_shape(labels, figure.get_figwidth())
         figure.set_figheight(figure.get_figheight() + num_rows * LEGEND_ROW_INCHES)
-        figure.legend(handles, labels, loc="outside upper left", ncols=num_columns, frameon=False, fontsize=FONT,
-                      labelcolor=INK, handlelength=1.6, columnspacing=1.4)  # fmt: skip
+        figure.legend(handles, labels, loc="outside upper left", ncols=num_columns, handlelength=1.6,
+                      columnspacing=1.4)  # fmt: skip
 
 
 def _bars(
     axes: Axes,
-    rows: Sequence[RecipeRow],
     colors: Sequence[str],
     values: Sequence[Optional[float]],
     label: str,
@@ -339,17 +373,59 @@ def _bars(
 ) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    positions, known = range(len(rows)), [value or 0.0 for value in values]
-    axes.barh(positions, known, color=colors, alpha=0.75, height=0.6)
-    for position, value in zip(positions, values, strict=True):
+    known = [value or 0.0 for value in values]
+    axes.barh(range(len(known)), known, color=colors, alpha=0.75, height=0.6)
+    for position, value in enumerate(values):
         text = "not measured" if value is None else format_value(value)
-        axes.annotate(text, (value or 0.0, position), (4, 0), textcoords="offset points", va="center", fontsize=FONT,
-                      color=INK)  # fmt: skip
-    axes.set_yticks(positions, [row.name for row in rows])
-    axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.annotate(text, (value or 0.0, position), (4, 0), textcoords="offset points", va="center")
     axes.set_xlim(0, 1.28 * max([*known, 1e-9]))
     axes.xaxis.set_major_locator(MaxNLocator(4))
     if max(known) >= 1000:
         use_si_prefixes(axes.xaxis)
     axes.set_xlabel(label)
-    axes.grid(False, axis="y")
+
+
+@plot_style({"font.size": 13, "axes.titlesize": 16})
+def plot_loss_curves(recipes: Sequence[DrawnRecipe], output: Path, title: str) -> Path:
+    """Write a PNG of the losses over training tokens, of the first seed of each recipe.
+
+    Thin lines are the losses of the steps, thick lines their running means over a twenty-fifth of the run, markers the
+    validation losses. The lower panel shows the gap of each run to the first at the same step in percent.
+
+    Raises:
+        DataError: a run has no step records.
+    """
+    recipes = [replace(recipe, name=_final_loss(recipe.runs[0]), pairs=recipe.pairs[:1]) for recipe in recipes]
+    runs = [recipe.runs[0] for recipe in recipes]
+    for run in runs:
+        if not run.steps:
+            raise DataError(f"run {run.name} ({run.folder}) has no step records: there is no curve to draw")
+    figure, panels = _figure(HEIGHT_PIXELS / 100, rows=min(2, len(runs)), width=WIDTH_PIXELS / 100)
+    above, *below = np.atleast_1d(panels)
+    for recipe in recipes:
+        above.plot(*seed_statistics.validation_losses(recipe.runs[0]), **_marker(recipe))
+    _draw_losses(above, _run_curves(recipes, _smoothed_loss), "loss (nats per token)")
+    for run, recipe in zip(runs, recipes, strict=True):
+        above.plot(run.series("consumed_tokens"), run.series("loss"), color=recipe.color, linewidth=0.7, alpha=0.25)
+    above.plot([], [], "o", color=GRAY, label="markers: validation")
+    above.set_title(title, pad=12)
+    above.legend(loc="upper right")
+    for axes in below:
+        for recipe in recipes[1:]:
+            tokens, gaps = seed_statistics.validation_gap(recipe.pairs[0].base, recipe.pairs[0].run)
+            axes.plot(tokens, 100 * gaps, **_marker(recipe))
+        _draw_gaps(axes, _curves(recipes, seed_statistics.smoothed_gap))
+    _token_axis(figure.axes[-1])
+    return save_figure(figure, output)
+
+
+def _marker(recipe: DrawnRecipe) -> dict[str, Any]:
+    """Marker of validation losses: a ring for the baseline, a diamond for the others."""
+    shape = {"marker": "o", "markersize": 10} if recipe.is_baseline else {"marker": "D", "markersize": 5}
+    return {"linestyle": "none", "color": recipe.color, "zorder": 4, "markerfacecolor": "white", **shape}
+
+
+def _final_loss(run: LoadedRun) -> str:
+    """The recipe and the last validation loss."""
+    last = run.last_validation
+    return f"{recipe_of(run)}, final validation {last.loss:.4f}" if last else recipe_of(run)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megafp8.analysis.plotting import COLORS, new_figure, save_figure, style_axes
+from megafp8.analysis.plotting import COLORS, new_figure, plot_style, save_figure
 from megafp8.analysis.runs import LoadedRun
 from megafp8.errors import DataError
 
@@ -28,6 +27,7 @@ PANELS = {
 MAX_LINES = len(COLORS)
 
 
+@plot_style()
 def plot_experts(run: LoadedRun, output: Path) -> Path:
     """Write a PNG with a panel for each statistic of `LayerLoad` that the run recorded.
 
@@ -46,23 +46,19 @@ def plot_experts(run: LoadedRun, output: Path) -> Path:
     panels = figure.subplots(-(-len(drawn) // 2), 2, squeeze=False).flatten()
     for axes, field in zip(panels, drawn, strict=False):
         _draw(axes, [record.step for record in records], grids[field], layers)
-        style_axes(axes, PANELS[field])
+        axes.set_title(PANELS[field])
     for axes in panels[len(drawn) :]:
         axes.set_visible(False)
-    panels[0].legend(fontsize=9, frameon=False)
+    panels[0].legend(fontsize=9)
     figure.suptitle(f"{run.name}: load of the experts", x=0.01, ha="left", fontweight="bold")
     return save_figure(figure, output)
 
 
 def grid_of(run: LoadedRun, layers: list[str], field: str) -> np.ndarray:
     """One statistic, FP64 [layers, records]; NaN where there is no value."""
-    grid = np.full((len(layers), len(run.expert_records)), np.nan)
-    for column, record in enumerate(run.expert_records):
-        for row, layer in enumerate(layers):
-            value = getattr(record.layers.get(layer), field, None)
-            if value is not None and math.isfinite(value):
-                grid[row, column] = value
-    return grid
+    values = [[getattr(each.layers.get(layer), field, None) for each in run.expert_records] for layer in layers]
+    grid = np.array(values, dtype=np.float64)
+    return np.where(np.isfinite(grid), grid, np.nan)
 
 
 def _draw(axes: Axes, steps: list[int], grid: np.ndarray, layers: list[str]) -> None:

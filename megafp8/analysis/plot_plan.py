@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megafp8.analysis.plotting import new_figure, save_figure, style_axes
+from megafp8.analysis.plotting import new_figure, plot_style, save_figure
 from megafp8.errors import DataError
 from megafp8.planning.layouts import PlannedLayout
 from megafp8.planning.plan import Plan
@@ -25,6 +25,7 @@ MIN_PART_FRACTION = 0.02
 """Parts of a step that are smaller are drawn together as "others"."""
 
 
+@plot_style()
 def plot_plan(plan: Plan, output: Path) -> Path:
     """Write a PNG.
 
@@ -62,7 +63,8 @@ def _draw_scaling(axes: Axes, by_count: Mapping[int, PlannedLayout], gpu: str) -
     axes.set_ylim(0, 1.15 * max(speeds))
     axes.set_ylabel("tokens/s of one GPU")
     _label_counts(axes, by_count)
-    style_axes(axes, f"speed of the fastest layout on {gpu}, the same batch", grid_axis="y")
+    axes.set_title(f"speed of the fastest layout on {gpu}, the same batch")
+    axes.grid(False, axis="x")
 
 
 def _draw_memory(axes: Axes, layouts: Sequence[PlannedLayout], capacity_bytes: int) -> None:
@@ -94,8 +96,9 @@ def _draw_stacks(axes: Axes, bars: Sequence[Mapping[str, float]], title: str) ->
         axes.bar(range(len(bars)), heights, bottom=bottoms, color=color, width=0.72, label=name)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], labels[::-1], fontsize=9, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-    style_axes(axes, title, grid_axis="y")
+    axes.legend(handles[::-1], labels[::-1], fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
+    axes.set_title(title)
+    axes.grid(False, axis="x")
 
 
 def _label_counts(axes: Axes, by_count: Mapping[int, PlannedLayout]) -> None:

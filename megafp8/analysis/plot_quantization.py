@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Optional
 
 import numpy as np
 
-from megafp8.analysis.plotting import COLORS, GRAY, new_figure, save_figure, style_axes
+from megafp8.analysis.plotting import COLORS, GRAY, new_figure, plot_style, save_figure
 from megafp8.analysis.runs import LoadedRun
 from megafp8.config.precision_map import ATTENTION_LINEARS, MLP_LINEARS, OUTPUT_LAYER
 from megafp8.errors import DataError
@@ -214,6 +214,7 @@ class Panel:
     counts: Mapping[str, Sequence[int]]
 
 
+@plot_style({"font.size": 10.5})
 def plot_ranges(panels: Sequence[Panel], formats: Sequence[FormatRange], output: Path) -> Path:
     """Write a PNG of the share of each tensor's values per octave, with the ranges of the formats below the curves.
 
@@ -259,11 +260,11 @@ def _draw_ranges(axes: Axes, panel: Panel, formats: Sequence[FormatRange]) -> No
     _draw_formats(axes, formats, floor)
     axes.set_yticks([10.0**exponent for exponent in range(math.ceil(math.log10(floor)), 1)])
     axes.set_yticks([], minor=True)
-    axes.set_xlabel("log2 of the magnitude to the largest number that its scale expresses", fontsize=10.5)
-    axes.set_ylabel("share of the values", fontsize=10.5)
+    axes.set_xlabel("log2 of the magnitude to the largest number that its scale expresses")
+    axes.set_ylabel("share of the values")
     if any(ends.values()):
-        axes.legend(fontsize=10.5, frameon=False, loc="upper left")
-    style_axes(axes, panel.title)
+        axes.legend(loc="upper left")
+    axes.set_title(panel.title)
 
 
 def _draw_formats(axes: Axes, formats: Sequence[FormatRange], floor: float) -> None:

@@ -11,19 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megafp8.analysis.html import INK
+from megafp8.analysis import plot_comparison
 from megafp8.analysis.pairing import Pair
-from megafp8.analysis.plot_comparison import (
-    BOUND_COLOR,
-    FONT,
-    MIN_REACH_FRACTION,
-    WIDTH_INCHES,
-    DrawnRecipe,
-    add_legend,
-    color_of,
-    style_panel,
-)
-from megafp8.analysis.plotting import GRAY, new_figure
+from megafp8.analysis.plot_comparison import BOUND_COLOR, WIDTH_INCHES, DrawnRecipe, add_legend, color_of
+from megafp8.analysis.plotting import GRAY, INK, PAGE_STYLE, new_figure, plot_style
 from megafp8.analysis.stability_gaps import SuiteGap
 from megafp8.analysis.stability_runs import SuiteRun
 from megafp8.analysis.stability_sweep import SweepRow
@@ -32,16 +23,7 @@ from megafp8.config.variants import BASELINE
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-
-def build_axes(height_inches: float) -> tuple[Figure, Axes]:
-    """A figure with one panel in the report's style."""
-    figure = new_figure(WIDTH_INCHES, height_inches)
-    axes = figure.subplots()
-    style_panel(axes)
-    return figure, axes
 
 
 def colors_of(names: Iterable[str]) -> dict[str, str]:
@@ -77,44 +59,30 @@ def plot_gap_rows(rows: Sequence[SuiteGap], *, spread_fraction: float | None = N
     Args:
         spread_fraction: of the baseline over its seeds, drawn as a dashed line.
     """
-    figure, axes = build_axes(0.9 + 0.42 * len(rows))
-    ends = [value for row in rows for value in row.gaps_fraction]
-    ends += [end for row in rows if row.gap for end in (row.gap.low, row.gap.high) if end is not None]
-    sizes = [abs(value) for value in ends if math.isfinite(value)]
-    reach = 115 * max([*sizes, 1.2 * (spread_fraction or 0), MIN_REACH_FRACTION])
-    if spread_fraction is not None:
-        axes.axvspan(100 * spread_fraction, reach, color=BOUND_COLOR, alpha=0.08, linewidth=0)
-        axes.axvline(100 * spread_fraction, color=BOUND_COLOR, linewidth=1.2, linestyle=(0, (4, 3)))
-    axes.axvline(0, color=INK, linewidth=1)
     colors = colors_of([BASELINE, *(row.name for row in rows)])
+    figure = plot_comparison.plot_gap_rows(
+        rows, [colors[row.name] for row in rows], bound_fraction=spread_fraction,
+        label="gap of the final validation loss (%)",
+    )  # fmt: skip
+    axes = figure.axes[0]
+    end = 0.97 * axes.get_xlim()[1]
     for y, row in enumerate(rows):
-        finite = np.array([gap for gap in row.gaps_fraction if math.isfinite(gap)])
-        if row.gap is not None and row.gap.low is not None and row.gap.high is not None:
-            axes.plot([100 * row.gap.low, 100 * row.gap.high], [y, y], color=colors[row.name], linewidth=7,
-                      alpha=0.3, solid_capstyle="butt")  # fmt: skip
-            axes.plot(100 * row.gap.mean, y, "|", color=colors[row.name], markersize=17, markeredgewidth=2.4)
-        axes.plot(100 * finite, [y] * len(finite), "o", color=colors[row.name], markersize=4.5)
         if row.num_diverged:
-            axes.plot(0.97 * reach, y, "x", color=BOUND_COLOR)
+            axes.plot(end, y, "x", color=BOUND_COLOR)
         if row.num_reference_diverged:
-            axes.plot(-0.97 * reach, y, "x", color=BOUND_COLOR)
-    axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=FONT)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xlim(-reach, reach)
-    axes.set_xlabel("gap of the final validation loss (%)")
-    axes.spines["left"].set_visible(False)
-    axes.tick_params(left=False)
-    axes.grid(False, axis="y")
+            axes.plot(-end, y, "x", color=BOUND_COLOR)
     return figure
 
 
+@plot_style(PAGE_STYLE)
 def plot_sweep(rows: Sequence[SweepRow], limit: float) -> Figure:
     """Final loss over the learning rate: a line for each recipe's mean, dots for seeds, crosses for divergences.
 
     Args:
         limit: loss from which on a run counts as diverged, drawn as a dashed line.
     """
-    figure, axes = build_axes(3.4)
+    figure = new_figure(WIDTH_INCHES, 3.4)
+    axes = figure.subplots()
     colors = colors_of(row.name for row in rows)
     finite = [loss for row in rows for losses in row.losses.values() for loss in map(finite_or_nan, losses)]
     top = float(np.nanmax([limit if math.isfinite(limit) else math.nan, *finite, 0.0]))

@@ -1,24 +1,39 @@
-"""Shared parts of all figures: colours, figure set-up, axes style and saving.
+"""Shared parts of all figures: colours, style, figure set-up and saving.
 
 matplotlib is imported where a figure is made, so that modules which only may draw start without it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Optional, Union
+from typing import TYPE_CHECKING, Any, Optional, Union
 
 from megafp8.utils.files import atomic_write
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 PICTURES = (".png", ".svg", ".pdf")
 COLORS = ("#e8590c", "#1971c2", "#2f9e44", "#9c36b5", "#c2255c", "#0c8599", "#f08c00")
 GRAY = "#868e96"
-GRID_COLOR = "#e9ecef"
+# Placeholders, which no curve uses; a page replaces them with its own text and grid colours.
+INK, GRID = "#0a0b0c", "#0c0b0a"
+PAGE_STYLE = {
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), INK),
+    **dict.fromkeys(("axes.edgecolor", "grid.color", "xtick.color", "ytick.color"), GRID),
+}
+
+
+@contextmanager
+def plot_style(settings: Any = None) -> Iterator[None]:
+    """Draw in the style of figures.mplstyle, with a dictionary of further settings of matplotlib. Also a decorator."""
+    import matplotlib
+
+    with matplotlib.rc_context(settings, Path(__file__).with_name("figures.mplstyle")):
+        yield
 
 
 def new_figure(width_inches: float, height_inches: float, dpi: int = 100) -> Figure:
@@ -55,22 +70,6 @@ def take_names_literally(figure: Figure) -> None:
         if isinstance(axis.get_major_formatter(), LogFormatter):
             for label in axis.get_ticklabels(which="both"):
                 label.set_parse_math(True)
-
-
-def style_axes(
-    axes: Axes,
-    title: str = "",
-    *,
-    grid_axis: Literal["both", "x", "y"] = "both",
-    grid_color: str = GRID_COLOR,
-    text_color: str = "black",
-) -> None:
-    """Set the title, draw the grid behind the data and remove the top and right spines."""
-    if title:
-        axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=text_color)
-    axes.grid(True, axis=grid_axis, color=grid_color)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def use_si_prefixes(axis: Axis) -> None:

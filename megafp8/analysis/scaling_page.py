@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Optional
 import numpy as np
 
 from megafp8.analysis import scaling_report
-from megafp8.analysis.html import GRID, INK, render, standalone_svg, to_svg
+from megafp8.analysis.html import render, standalone_svg, to_svg
 from megafp8.analysis.plot_comparison import COLORS as RECIPE_COLORS
 from megafp8.analysis.plot_comparison import WIDTH_INCHES, add_legend
-from megafp8.analysis.plotting import new_figure, style_axes, use_si_prefixes
+from megafp8.analysis.plotting import INK, PAGE_STYLE, new_figure, plot_style, use_si_prefixes
 from megafp8.analysis.scaling_laws import COMPUTE, PARAMETERS, X_OF
 from megafp8.analysis.scaling_report import ALT_TEXT, ScalingReport, analyse, count_text
 from megafp8.analysis.study_points import POINTS_FILE, load_points
@@ -29,6 +29,7 @@ PANEL_INCHES = 4.6  # of one of two figures side by side
 LABELS = {COMPUTE: "training compute, FLOPs", PARAMETERS: "parameters"}
 
 
+@plot_style(PAGE_STYLE)
 def plot_laws(report: ScalingReport, names: Sequence[str] = (COMPUTE, PARAMETERS)) -> Figure:
     """Loss over compute or parameters, one column each, with the fitted laws; below, the gaps to the baseline."""
     has_gaps = bool(report.gaps)
@@ -67,7 +68,7 @@ def draw_losses(axes: Axes, report: ScalingReport, name: str) -> None:
         axes.set_xlim(position / 2, 2 * position)
     axes.set_ylabel("validation loss, nats a token")
     plain_ticks(axes)
-    axes.legend(frameon=False, labelcolor=INK)
+    axes.legend()
 
 
 def draw_gaps(axes: Axes, report: ScalingReport, name: str) -> None:
@@ -106,6 +107,7 @@ def draw_band(axes: Axes, x: np.ndarray, ends: Optional[tuple[np.ndarray, np.nda
         axes.fill_between(x, *ends, color=color, alpha=0.15, linewidth=0)
 
 
+@plot_style(PAGE_STYLE)
 def plot_speed(report: ScalingReport) -> Optional[Figure]:
     """Tokens/s over devices, with perfect scaling as a dotted line; None if all runs used the same number."""
     if len({row.world_size for row in report.speeds}) < 2:
@@ -131,12 +133,13 @@ def plot_speed(report: ScalingReport) -> Optional[Figure]:
         axes.set_xticks(sorted({row.world_size for row in report.speeds}))
         axes.xaxis.set_major_formatter("{x:g}")
         axes.set_xlabel("devices")
-        style_svg_axes(axes, title)
+        axes.set_title(title)
     right.set_ylim(bottom=0)
     add_legend(left)
     return figure
 
 
+@plot_style(PAGE_STYLE)
 def plot_sweeps(report: ScalingReport) -> Optional[Figure]:
     """Mean loss over the values of each swept flag, one line per recipe and options; None without a sweep."""
     sweeps = {axis: lines for axis in swept_axes(report) if (lines := sweep_lines(report, axis))}
@@ -156,10 +159,10 @@ def plot_sweeps(report: ScalingReport) -> Optional[Figure]:
             axes.set_xscale("log")
         axes.set_xticks(swept, [f"{value:g}" for value in swept])
         axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.legend(frameon=False, labelcolor=INK, loc="upper left", bbox_to_anchor=(1, 1))
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
         axes.set_xlabel(axis)
         axes.set_ylabel("validation loss, nats a token")
-        style_svg_axes(axes, f"loss over {axis}, with the spread of seeds")
+        axes.set_title(f"loss over {axis}, with the spread of seeds")
     return figure
 
 
@@ -193,13 +196,13 @@ def spaced(x: np.ndarray) -> np.ndarray:
 
 def style_log_x(axes: Axes, title: str) -> None:
     """Style axes with compute or size on a logarithmic x axis."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: count_text(value)))
+    use_si_prefixes(axes.xaxis)
     axes.xaxis.set_minor_formatter(NullFormatter())
-    style_svg_axes(axes, title)
+    axes.set_title(title)
 
 
 def plain_ticks(axes: Axes) -> None:
@@ -209,16 +212,6 @@ def plain_ticks(axes: Axes) -> None:
     axes.yaxis.set_major_locator(MaxNLocator(6))
     axes.yaxis.set_major_formatter(ScalarFormatter())
     axes.yaxis.set_minor_formatter(NullFormatter())
-
-
-def style_svg_axes(axes: Axes, title: str) -> None:
-    """Style axes with the placeholder colours of the page."""
-    style_axes(axes, title, grid_color=GRID, text_color=INK)
-    axes.tick_params(which="both", colors=INK)
-    for label in (axes.xaxis.label, axes.yaxis.label):
-        label.set_color(INK)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(INK)
 
 
 def publish_study(
