@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Optional, Union
 
 from megafp8.analysis import plot_comparison, tables
-from megafp8.analysis.compare import BOUND_FRACTION, WARMUP_STEPS, Comparison, RecipeRow, compare_runs, find_baseline
+from megafp8.analysis.compare import BOUND_FRACTION, WARMUP_STEPS, Comparison, compare_runs, find_baseline
 from megafp8.analysis.findings import headline
-from megafp8.analysis.html import render, standalone_svg, to_svg
+from megafp8.analysis.html import PageSection, page_figure, render, standalone_svg, to_svg, write_files
 from megafp8.analysis.pairing import group_runs, is_control, pairs_of, recipe_of
 from megafp8.analysis.percent import percent
 from megafp8.analysis.plot_comparison import GIB, DrawnRecipe, color_of, plot_loss_curves
@@ -24,40 +24,41 @@ from megafp8.analysis.runs import (
     run_names,
 )
 from megafp8.analysis.seed_statistics import BEYOND, CONFIDENCE, WITHIN
-from megafp8.utils.files import atomic_write_text
+from megafp8.analysis.tables import Table
 
 TITLE = "Comparison of recipes"
+# Of the table in the terminal, those that the page has between gap and memory.
+PAGE_COLUMNS = (
+    "seeds", "validation loss", "perplexity", "tokens/s", "speed", "tokens at equal loss", "time at equal loss",
+)  # fmt: skip
 
 
 def render_page(comparison: Comparison, runs: Sequence[LoadedRun], *, title: str) -> str:
     """The HTML page of a comparison of these runs."""
     recipes = drawn_recipes(comparison, runs)
-    rows = [
-        table_row(row, comparison, color)
-        for row, color in zip(comparison.recipes, table_colors(comparison, recipes), strict=True)
-    ]
-    run_header, run_rows = tables.run_cells(comparison)
+    verdicts = PageSection(
+        name="verdicts",
+        table=verdict_table(comparison),
+        colors=[
+            "var(--ink)" if row.name == comparison.baseline else color
+            for row, color in zip(comparison.recipes, table_colors(comparison, recipes), strict=True)
+        ],
+        classes=[row.verdict.replace(" ", "-") for row in comparison.recipes],
+        notes=tables.notes(comparison),
+        warnings=[*comparison.warnings, *run_warnings(runs)],
+    )  # fmt: skip
     return render(
-        "report.html.jinja",
+        "page.html.jinja",
         title=title,
         headline=headline(comparison),
         conditions=conditions(recipes[0].runs[0], comparison),
-        baseline=comparison.baseline,
-        recipes=rows,
-        columns={key: text for key, text in table_header(comparison).items() if has_values(rows, key)},
-        notes=tables.notes(comparison),
-        warnings=[*comparison.warnings, *run_warnings(runs)],
-        figures=figures(comparison, recipes),
+        warnings=(),
+        sections=[verdicts, *figures(comparison, recipes)],
         facts=facts(recipes[0].runs[0]),
+        baseline=comparison.baseline,
         differences=comparison.differences,
-        run_header=run_header,
-        run_rows=run_rows,
+        runs=tables.run_table(comparison),
     )
-
-
-def has_values(rows: Sequence[Mapping[str, str]], key: str) -> bool:
-    """Whether a column has a value in any row."""
-    return any(tables.is_value(row[key]) for row in rows)
 
 
 def drawn_recipes(comparison: Comparison, runs: Sequence[LoadedRun]) -> list[DrawnRecipe]:
@@ -127,8 +128,8 @@ def facts(run: LoadedRun) -> list[tuple[str, str]]:
     return [(name, value.strip(", ")) for name, value in found if value.strip(", ")]
 
 
-def figures(comparison: Comparison, recipes: Sequence[DrawnRecipe]) -> list[dict[str, str]]:
-    """Title, caption and SVG, for wide and narrow screens, of every figure that has something to draw."""
+def figures(comparison: Comparison, recipes: Sequence[DrawnRecipe]) -> list[PageSection]:
+    """A section for every figure that has something to draw."""
     colors = table_colors(comparison, recipes)
     has_seeds = max(len(recipe.pairs) for recipe in recipes) > 1
     mean = "Lines are means over the seeds, bands what the seeds span." if has_seeds else ""
@@ -160,12 +161,7 @@ def figures(comparison: Comparison, recipes: Sequence[DrawnRecipe]) -> list[dict
         ),
     ]  # fmt: skip
     return [
-        {
-            "title": title,
-            "wide": to_svg(figure, title),
-            "caption": caption.strip(),
-            "narrow": to_svg(plot_comparison.make_narrow(figure), f"{title} (narrow)"),
-        }
+        PageSection(title=title, figures=[page_figure(title, figure, caption)])
         for title, figure, caption in drawn
         if figure is not None
     ]
@@ -178,36 +174,20 @@ def last_gaps(comparison: Comparison) -> str:
     return f"Gap over the last tenth of the steps: {found}." if found else ""
 
 
-def table_header(comparison: Comparison) -> dict[str, str]:
-    """Headers of the number columns in the page's table, by the keys of `table_row`."""
-    return {
-        "gap": "gap", "interval": f"{comparison.confidence:.0%} interval", "seeds": "seeds", "loss": "validation loss",
-        "perplexity": "perplexity", "speed": "tokens/s", "ratio": "speed",
-        "equal_tokens": "tokens at equal loss", "equal_time": "time at equal loss", "memory": "peak memory",
-    }  # fmt: skip
-
-
-def table_row(row: RecipeRow, comparison: Comparison, color: str) -> dict[str, str]:
-    """Cells of a recipe in the page's table."""
-    is_baseline = row.name == comparison.baseline
+def verdict_table(comparison: Comparison) -> Table:
+    """The page's table of recipes: verdicts first, without what only the page's table of runs has."""
+    columns, rows = tables.recipe_columns(comparison), comparison.recipes
     bound = percent(comparison.bound_fraction)
-    verdict = {WITHIN: f"within {bound}", BEYOND: f"beyond {bound}"}.get(row.verdict, row.verdict)
-    return {
-        "name": row.name,
-        "color": "var(--ink)" if is_baseline else color,
-        "verdict": "baseline" if is_baseline else verdict,
-        "verdict_class": row.verdict.replace(" ", "-"),
-        "gap": "" if is_baseline else tables.shown_gap(row, comparison.baseline),
-        "interval": "" if is_baseline else tables.shown_interval(row, comparison.baseline),
-        "seeds": tables.shown_seeds(row),
-        "loss": tables.optional(row.validation_loss, "{:.4f}"),
-        "perplexity": tables.optional(row.perplexity, "{:.2f}"),
-        "speed": tables.optional(row.tokens_per_second, "{:,.0f}"),
-        "ratio": tables.optional(row.speed_ratio, "{:.2f}x"),
-        "equal_tokens": tables.shown_ratio(row.equal_loss_tokens),
-        "equal_time": tables.shown_ratio(row.equal_loss_time),
-        "memory": tables.optional(row.memory_peak_bytes and row.memory_peak_bytes / GIB, "{:.3g} GiB"),
-    }
+    texts = {"": "baseline", WITHIN: f"within {bound}", BEYOND: f"beyond {bound}"}
+    shown = {"recipe": columns["run"], "verdict": [texts.get(row.verdict, row.verdict) for row in rows]}
+    for name in ("gap", f"{comparison.confidence:.0%} interval"):
+        cells = zip(columns[name], rows, strict=True)
+        shown[name] = ["" if row.name == comparison.baseline else cell for cell, row in cells]
+    for name in PAGE_COLUMNS:
+        shown[name] = columns[name]
+    peaks = [row.memory_peak_bytes and row.memory_peak_bytes / GIB for row in rows]
+    shown["peak memory"] = [tables.optional(peak, "{:.3g} GiB") for peak in peaks]
+    return Table.of_columns("Table of recipes", shown)
 
 
 def publish_comparison(
@@ -257,20 +237,17 @@ def publish_comparison(
     if output_folder is None:
         return comparison, []
     folder = Path(output_folder)
-    folder.mkdir(parents=True, exist_ok=True)
     recipes = drawn_recipes(comparison, runs)
-    picture = plot_loss_curves(recipes, folder / "loss_curves.png", title)
-    written = {
-        folder / "report.html": render_page(comparison, runs, title=title),
-        folder / "comparison.md": tables.to_markdown(comparison),
-        folder / "comparison.json": tables.to_json(comparison),
+    contents = {
+        "report.html": render_page(comparison, runs, title=title),
+        "comparison.md": tables.to_markdown(comparison),
+        "comparison.json": tables.to_json(comparison),
     }
     if comparison.has_gaps:
         gaps = plot_comparison.plot_gaps(comparison, table_colors(comparison, recipes))
-        written[folder / "gaps.svg"] = standalone_svg(to_svg(gaps, "gaps of the validation loss"))
-    for path, text in written.items():
-        atomic_write_text(path, text)
-    return comparison, [*written, picture]
+        contents["gaps.svg"] = standalone_svg(to_svg(gaps, "gaps of the validation loss"))
+    picture = plot_loss_curves(recipes, folder / "loss_curves.png", title)
+    return comparison, [*write_files(folder, contents), picture]
 
 
 def baseline_name(

@@ -1,19 +1,63 @@
-"""HTML pages of reports: self-contained files with inline SVG, for light and dark mode."""
+"""HTML pages of reports: self-contained files with inline SVG, for light and dark mode.
+
+A page has a header, sections in order, and facts about what was run. A section has what it needs of a text, a table,
+notes, warnings and figures. `page.html.jinja` has the markup.
+"""
 
 from __future__ import annotations
 
 import io
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Optional
 
+from megafp8.analysis.plot_comparison import make_narrow
 from megafp8.analysis.plotting import GRID, INK, take_names_literally
+from megafp8.analysis.tables import Table
+from megafp8.utils.files import atomic_write_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TEMPLATES = Path(__file__).parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageFigure:
+    """Pictures with one caption.
+
+    Attributes:
+        pictures: by name, the SVG of each view: "wide" and "narrow" screens, or one for both.
+        has_panels: whether the pictures stand side by side.
+    """
+
+    pictures: Mapping[str, Mapping[str, str]]
+    caption: str = ""
+    has_panels: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageSection:
+    """A part of a page, with its content in the order of the fields.
+
+    Attributes:
+        name: id in the page.
+        colors: of the rows of the table, as CSS.
+        classes: of the verdicts in the second column of the table.
+    """
+
+    name: str = ""
+    title: str = ""
+    text: str = ""
+    table: Optional[Table] = None
+    colors: Sequence[str] = ()
+    classes: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    warnings: Sequence[str] = ()
+    figures: Sequence[PageFigure] = ()
 
 
 def render(template: str, **content: Any) -> str:
@@ -25,6 +69,20 @@ def render(template: str, **content: Any) -> str:
         lstrip_blocks=True,
     )  # fmt: skip
     return environment.get_template(template).render(**content)
+
+
+def page_figure(title: str, figure: Figure, caption: str) -> PageFigure:
+    """A figure for wide and for narrow screens."""
+    views = {"wide": to_svg(figure, title), "narrow": to_svg(make_narrow(figure), f"{title} (narrow)")}
+    return PageFigure(pictures={title: views}, caption=caption.strip())
+
+
+def write_files(folder: Path, contents: Mapping[str, str]) -> list[Path]:
+    """Write the files of a report into a folder, which is created, and return their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in contents.items():
+        atomic_write_text(folder / name, text)
+    return [folder / name for name in contents]
 
 
 def to_svg(figure: Figure, name: str) -> str:

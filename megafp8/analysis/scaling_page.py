@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Optional
 import numpy as np
 
 from megafp8.analysis import scaling_report
-from megafp8.analysis.html import render, standalone_svg, to_svg
+from megafp8.analysis.html import PageFigure, PageSection, render, standalone_svg, to_svg, write_files
 from megafp8.analysis.plot_comparison import COLORS as RECIPE_COLORS
 from megafp8.analysis.plot_comparison import WIDTH_INCHES, add_legend
 from megafp8.analysis.plotting import INK, PAGE_STYLE, new_figure, plot_style, use_si_prefixes
 from megafp8.analysis.scaling_laws import COMPUTE, PARAMETERS, X_OF
 from megafp8.analysis.scaling_report import ALT_TEXT, ScalingReport, analyse, count_text
 from megafp8.analysis.study_points import POINTS_FILE, load_points
-from megafp8.utils.files import atomic_write_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -229,15 +228,12 @@ def publish_study(
     report = analyse(points, baseline=baseline)
     if output is None:
         return report, []
-    output.mkdir(parents=True, exist_ok=True)
     contents = {
         "report.html": render_page(report), "report.md": scaling_report.to_markdown(report, PICTURE_FILE),
         PICTURE_FILE: standalone_svg(to_svg(plot_laws(report), ALT_TEXT)), "report.json": report.to_json(),
         POINTS_FILE: points.to_json(),
     }  # fmt: skip
-    for name, text in contents.items():
-        atomic_write_text(output / name, text)
-    return report, [output / name for name in contents]
+    return report, write_files(output, contents)
 
 
 def laws_caption(report: ScalingReport) -> str:
@@ -253,16 +249,23 @@ def laws_caption(report: ScalingReport) -> str:
 
 def render_page(report: ScalingReport) -> str:
     """The HTML page."""
-    pictures = {"Speed over devices": plot_speed(report), "Swept flags": plot_sweeps(report)}
     titles = {name: f"Loss over {name}" for name in (COMPUTE, PARAMETERS)}
+    laws = {title: {"picture": to_svg(plot_laws(report, [name]), title)} for name, title in titles.items()}
+    sections = [
+        PageSection(
+            title="Loss", figures=[PageFigure(pictures=laws, caption=laws_caption(report), has_panels=True)]
+        )
+    ]  # fmt: skip
+    for title, figure in (("Speed over devices", plot_speed(report)), ("Swept flags", plot_sweeps(report))):
+        if figure is not None:
+            picture = PageFigure(pictures={title: {"picture": to_svg(figure, title)}})
+            sections.append(PageSection(title=title, figures=[picture]))
+    sections += [PageSection(title=each.title, table=each, notes=[each.note]) for each in scaling_report.tables(report)]
     return render(
-        "scaling.html.jinja",
+        "page.html.jinja",
         title=f"Scaling study {report.name}",
         headline=scaling_report.headline(report),
         conditions=scaling_report.conditions(report),
         warnings=scaling_report.warnings(report),
-        laws={title: to_svg(plot_laws(report, [name]), title) for name, title in titles.items()},
-        caption=laws_caption(report),
-        pictures={name: to_svg(figure, name) for name, figure in pictures.items() if figure is not None},
-        tables=scaling_report.tables(report), method=scaling_report.method(report),
-    )  # fmt: skip
+        sections=[*sections, PageSection(title="Method", text=scaling_report.method(report))],
+    )

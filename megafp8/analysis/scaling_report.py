@@ -12,9 +12,9 @@ from megafp8.analysis.power_laws import Estimate
 from megafp8.analysis.scaling_laws import BOTH, COMPUTE, PARAMETERS, Axis, CellRow, GapRow, SizeAgreement
 from megafp8.analysis.seed_statistics import CONFIDENCE
 from megafp8.analysis.study_points import SpeedRow, StudyPoints, speed_rows
-from megafp8.analysis.tables import MIB, is_value, optional
+from megafp8.analysis.tables import MIB, Table, optional
 from megafp8.errors import DataError
-from megafp8.utils.formatting import escape_markdown, escaped_markdown_table, text_table
+from megafp8.utils.formatting import escape_markdown
 from megafp8.utils.strict_json import to_strict_json
 
 USUAL_BASELINE = "bf16"
@@ -90,26 +90,6 @@ def analyse(study: StudyPoints, *, baseline: Optional[str] = None) -> ScalingRep
 ALT_TEXT = "Loss over compute and over parameters, the laws, and the gaps between recipes"
 LETTERS = (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 PERCENT, PLAIN = "{:+.2%}", "{:.3f}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    """A table with its title and a note. `sides` has one letter per column: `l` for left, `r` for right."""
-
-    title: str
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    note: str = ""
-    sides: str = "l"
-
-    def without_empty_columns(self) -> Table:
-        """The table without the columns that have no value."""
-        shown = [index for index, cells in enumerate(zip(*self.rows, strict=True)) if any(map(is_value, cells))]
-        sides = self.sides.ljust(len(self.header), "r")
-        return dataclasses.replace(
-            self, header=tuple(self.header[index] for index in shown), sides="".join(sides[index] for index in shown),
-            rows=tuple(tuple(row[index] for index in shown) for row in self.rows),
-        )  # fmt: skip
 
 
 def count_text(number: float) -> str:
@@ -331,13 +311,12 @@ def to_markdown(report: ScalingReport, picture: str) -> str:
     ]
     parts += [f"- {escape_markdown(text)}" for text in warnings(report)] + [f"![{ALT_TEXT}]({picture})"]
     for table in tables(report):
-        title, body = escape_markdown(table.title), escaped_markdown_table(table.header, table.rows, table.sides)
-        parts += [f"## {title}", body, escape_markdown(table.note)]
+        parts += [f"## {escape_markdown(table.title)}", table.to_markdown(), escape_markdown(table.note)]
     return "\n\n".join([*filter(None, parts), "## Method", method(report)]) + "\n"
 
 
 def to_text(report: ScalingReport) -> str:
     """The report for a terminal."""
     parts = [f"{report.name}: {headline(report)}", conditions(report), *warnings(report)]
-    parts += [f"{one.title}\n{text_table(one.header, one.rows, one.sides)}" for one in tables(report)]
+    parts += [f"{table.title}\n{table.to_text()}" for table in tables(report)]
     return "\n\n".join(parts)

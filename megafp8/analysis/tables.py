@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Optional, Union
 
 from megafp8.analysis.compare import Comparison, ComparisonRow, RecipeRow
@@ -16,14 +17,47 @@ from megafp8.utils.formatting import escape_markdown, escaped_markdown_table, te
 from megafp8.utils.strict_json import to_strict_json
 
 MIB = 2**20
-WORDS = "ll"  # the first two columns of both tables
-
 Row = Union[RecipeRow, ComparisonRow]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table with its title and a note. `sides` has one letter per column: `l` for left, `r` for right."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+    sides: str = "l"
+
+    @classmethod
+    def of_columns(cls, title: str, columns: Mapping[str, Sequence[str]]) -> Table:
+        """The columns that have a value, by their headers. The first two have words."""
+        table = cls(title=title, header=tuple(columns), rows=tuple(zip(*columns.values(), strict=True)), sides="ll")
+        return table.without_empty_columns()
+
+    def without_empty_columns(self) -> Table:
+        """The table without the columns that have no value."""
+        columns = enumerate(zip(*self.rows, strict=True))
+        shown = [index for index, cells in columns if any(cell not in ("", "-") for cell in cells)]
+        sides = self.sides.ljust(len(self.header), "r")
+        return dataclasses.replace(
+            self, header=tuple(self.header[index] for index in shown), sides="".join(sides[index] for index in shown),
+            rows=tuple(tuple(row[index] for index in shown) for row in self.rows),
+        )  # fmt: skip
+
+    def to_text(self) -> str:
+        """For a terminal, without title and note."""
+        return text_table(self.header, self.rows, self.sides)
+
+    def to_markdown(self) -> str:
+        """As Markdown, without title and note."""
+        return escaped_markdown_table(self.header, self.rows, self.sides)
 
 
 def to_text(comparison: Comparison) -> str:
     """For a terminal: the headline, aligned tables, then notes, differences and warnings."""
-    parts = [visible(headline(comparison)), *(text_table(header, rows, WORDS) for header, rows in _tables(comparison))]
+    parts = [visible(headline(comparison)), *(table.to_text() for table in _tables(comparison))]
     texts = map(visible, (*notes(comparison), *comparison.differences, *_warnings(comparison)))
     return "\n\n".join([*parts, "\n".join(texts)]).rstrip()
 
@@ -31,7 +65,7 @@ def to_text(comparison: Comparison) -> str:
 def to_markdown(comparison: Comparison) -> str:
     """As Markdown: the headline, tables, notes, and a list of differences and warnings."""
     parts = [escape_markdown(headline(comparison))]
-    parts += [escaped_markdown_table(header, rows, WORDS) for header, rows in _tables(comparison)]
+    parts += [table.to_markdown() for table in _tables(comparison)]
     parts += map(escape_markdown, notes(comparison))
     texts = [f"- {escape_markdown(text)}" for text in (*comparison.differences, *_warnings(comparison))]
     return "\n\n".join([*parts, "\n".join(texts)]).rstrip() + "\n"
@@ -42,33 +76,41 @@ def to_json(comparison: Comparison) -> str:
     return to_strict_json({"headline": headline(comparison)} | dataclasses.asdict(comparison))
 
 
-def _tables(comparison: Comparison) -> list[tuple[list[str], list[list[str]]]]:
+def _tables(comparison: Comparison) -> list[Table]:
     """The table of recipes, and the table of runs if a recipe has more than one."""
     has_more_runs = len(comparison.rows) > len(comparison.drawn)
-    return [recipe_cells(comparison), *([run_cells(comparison)] if has_more_runs else [])]
+    return [recipe_table(comparison), *([run_table(comparison)] if has_more_runs else [])]
 
 
-def recipe_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the table of recipes, without empty columns."""
-    rows = comparison.recipes
-    has_seeds = any(len(row.seeds) > 1 or row.num_missing for row in rows)
-    columns = {
+def recipe_table(comparison: Comparison) -> Table:
+    """The table of recipes."""
+    columns = recipe_columns(comparison)
+    if all(len(row.seeds) < 2 and not row.num_missing for row in comparison.recipes):
+        del columns["seeds"]
+    return Table.of_columns("Table of recipes", columns)
+
+
+def recipe_columns(comparison: Comparison) -> dict[str, list[str]]:
+    """All columns of the table of recipes, by their headers."""
+    rows, baseline = comparison.recipes, comparison.baseline
+    intervals = [None if row.name == baseline else row.gap for row in rows]
+    return {
         "run": [row.name for row in rows],
         "recipe": [row.recipe for row in rows],
-        "seeds": [shown_seeds(row) if has_seeds else "-" for row in rows],
+        "seeds": [shown_seeds(row) for row in rows],
         "validation loss": [optional(row.validation_loss, "{:.4f}") for row in rows],
-        "gap": [shown_gap(row, comparison.baseline) for row in rows],
-        f"{comparison.confidence:.0%} interval": [shown_interval(row, comparison.baseline) for row in rows],
+        "gap": ["baseline" if row.name == baseline else shown_gap(row.gap) for row in rows],
+        f"{comparison.confidence:.0%} interval": [signed_interval(interval) for interval in intervals],
         f"bound {percent(comparison.bound_fraction)}": [row.verdict or "-" for row in rows],
-        "training gap": [shown_training_gap(row, comparison.baseline) for row in rows],
+        "training gap": [shown_training_gap(row, baseline) for row in rows],
         "tokens at equal loss": [shown_ratio(row.equal_loss_tokens) for row in rows],
         "time at equal loss": [shown_ratio(row.equal_loss_time) for row in rows],
+        **_common_columns(rows),
     }
-    return _without_empty(columns | _common_columns(rows))
 
 
-def run_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the table of runs, without empty columns."""
+def run_table(comparison: Comparison) -> Table:
+    """The table of runs."""
     rows = comparison.rows
     columns = {
         "run": [row.name for row in rows],
@@ -77,7 +119,7 @@ def run_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
         "validation loss": [optional(row.validation_loss, "{:.4f}") for row in rows],
         "gap": ["-" if row.relative_gap_fraction is None else finite(row.relative_gap_fraction) for row in rows],
     }
-    return _without_empty(columns | _common_columns(rows))
+    return Table.of_columns("Table of runs", columns | _common_columns(rows))
 
 
 def notes(comparison: Comparison) -> list[str]:
@@ -132,21 +174,14 @@ def shown_seeds(row: RecipeRow) -> str:
     return f"{found}/{found + row.num_missing}" if row.num_missing else f"{found}"
 
 
-def shown_gap(row: RecipeRow, baseline: str) -> str:
-    """+0.50%; "baseline" for the baseline; "not finite" after a divergence; - without a gap."""
-    if row.name == baseline:
-        return "baseline"
-    return "-" if row.gap is None else finite(row.gap.mean)
+def shown_gap(gap: Optional[Interval]) -> str:
+    """+0.50%; "not finite" after a divergence; - without a gap."""
+    return "-" if gap is None else finite(gap.mean)
 
 
 def shown_training_gap(row: RecipeRow, baseline: str) -> str:
     """+0.50%; - for the baseline and without a gap."""
-    return "-" if row.name == baseline or row.training_gap is None else finite(row.training_gap.mean)
-
-
-def shown_interval(row: RecipeRow, baseline: str) -> str:
-    """-0.10% to +0.30%; - for the baseline and without an interval."""
-    return "-" if row.name == baseline else signed_interval(row.gap)
+    return "-" if row.name == baseline else shown_gap(row.training_gap)
 
 
 def shown_ratio(ratio: Optional[Interval]) -> str:
@@ -182,15 +217,5 @@ def optional(value: Optional[float], pattern: str) -> str:
     return "-" if value is None else pattern.format(value)
 
 
-def is_value(cell: str) -> bool:
-    """Whether a cell has a value, which an empty column has none of."""
-    return cell not in ("", "-")
-
-
 def _warnings(comparison: Comparison) -> list[str]:
     return [f"Warning: {text}" for text in comparison.warnings]
-
-
-def _without_empty(columns: dict[str, list[str]]) -> tuple[list[str], list[list[str]]]:
-    shown = {name: cells for name, cells in columns.items() if any(map(is_value, cells))}
-    return list(shown), [list(row) for row in zip(*shown.values(), strict=True)]

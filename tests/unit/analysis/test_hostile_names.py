@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from megafp8.analysis import comparison_page
 from megafp8.analysis.compare import Comparison
 from megafp8.analysis.comparison_page import publish_comparison
-from megafp8.analysis.html import to_svg
+from megafp8.analysis.html import PageFigure, PageSection, to_svg
 from megafp8.analysis.runs import LoadedRun, load_runs
 from megafp8.analysis.scaling_report import ScalingReport
 from megafp8.analysis.scaling_report import to_markdown as scaling_markdown
@@ -88,7 +88,8 @@ def test_a_name_is_text_in_a_page(write_run: Callable[..., Path], monkeypatch: p
         return to_svg(figure, name)
 
     def tags(name: str) -> set[str]:
-        figures = [{"title": name, "wide": picture(name), "narrow": picture(name), "caption": name}]
+        views = {"wide": picture(name), "narrow": picture(name)}
+        figures = [PageSection(title=name, figures=[PageFigure(pictures={name: views}, caption=name)])]
         monkeypatch.setattr(comparison_page, "figures", lambda *_: figures)
         return Tags(comparison_page.render_page(*compared(name, write_run), title=name)).found
 
