@@ -61,7 +61,7 @@ setup(
         "tensorboard",
         "google-crc32c",  # checksums of TensorBoard's files
         "matplotlib",
-        "scipy",  # intervals of comparisons, fits of scaling laws
+        "scipy>=1.15",  # intervals of comparisons, fits of scaling laws
         "jinja2",
         "tqdm",
         "argcomplete>=3.5",  # completion of the command in shells

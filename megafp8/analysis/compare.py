@@ -156,36 +156,39 @@ def compare_runs(
     base = find_baseline(groups, baseline, unfinished)
     missing_of_base = _unfinished_of(base, unfinished)
     is_baseline_done = not missing_of_base and not num_diverged(base.runs, missing_of_base)
+
+    def complete(
+        row: RecipeRow, own: Sequence[LoadedRun], missing: Sequence[Unfinished], num_missing: int
+    ) -> RecipeRow:
+        """The row with its runs that have no result, and with its verdict."""
+        row = replace(
+            row, num_missing=num_missing, num_unfinished=len(missing), num_diverged=num_diverged(own, missing)
+        )  # fmt: skip
+        is_base = row.name == base.name
+        return row if is_base else replace(row, verdict=verdict_of(row, bound_fraction, is_baseline_done))
+
     recipes: list[RecipeRow] = []
     rows: list[ComparisonRow] = []
     warnings = [str(each) for each in unfinished]
+    unknown = list(unfinished)  # of recipes without a run to compare
     for group in groups:
         pairs, missing = pairing.pairs_of(base, group), _unfinished_of(group, unfinished)
         group_rows = [_row(pair, warmup_steps) for pair in pairs]
         num_missing = len(group.runs) - len(pairs) + sum(not each.has_figures for each in missing)
-        recipe = replace(
-            _recipe_row(group, pairs, group_rows, confidence),
-            num_missing=num_missing, num_unfinished=len(missing), num_diverged=num_diverged(group.runs, missing),
-        )  # fmt: skip
-        verdict = "" if group is base else verdict_of(recipe, bound_fraction, is_baseline_done=is_baseline_done)
-        recipes.append(replace(recipe, verdict=verdict))
+        recipes.append(complete(_recipe_row(group, pairs, group_rows, confidence), group.runs, missing, num_missing))
         rows += group_rows
+        unknown = [each for each in unknown if each not in missing]
         warnings += _seed_warnings(base, group, pairs)
         warnings += [text for run in group.runs for text in (*pairing.change_warnings(run), *pairing.undrawn(run))]
-        warnings += [text for pair in pairs for text in _pair_warnings(pair)]
+        warnings += [text for pair in pairs for text in pairing.data_warnings(pair)]
         warnings += [
             f"{row.name} left its weights as they were in {row.skipped_steps} of its steps"
             for row in group_rows
             if row.skipped_steps
         ]
-    known = {each for group in groups for each in _unfinished_of(group, unfinished)}
-    for name in dict.fromkeys(each.recipe for each in unfinished if each not in known):
+    for name in dict.fromkeys(each.recipe for each in unknown):
         missing = [each for each in unfinished if each.recipe == name]
-        recipe = RecipeRow(
-            name=name, num_missing=len(missing), num_unfinished=len(missing), num_diverged=num_diverged((), missing)
-        )
-        verdict = verdict_of(recipe, bound_fraction, is_baseline_done=is_baseline_done)
-        recipes.append(replace(recipe, verdict=verdict))
+        recipes.append(complete(RecipeRow(name=name), (), missing, len(missing)))
     return Comparison(
         baseline=base.name,
         bound_fraction=bound_fraction,
@@ -301,7 +304,7 @@ def num_diverged(runs: Sequence[LoadedRun], unfinished: Sequence[Unfinished]) ->
     return len(stopped | {name for name, record in last.items() if record and not math.isfinite(record.loss)})
 
 
-def verdict_of(row: RecipeRow, bound_fraction: float, *, is_baseline_done: bool) -> str:
+def verdict_of(row: RecipeRow, bound_fraction: float, is_baseline_done: bool) -> str:
     """Whether a recipe's gap stays within the bound.
 
     A diverged run is beyond any bound. Otherwise there is no verdict with unfinished runs, without a pair, or if the
@@ -360,13 +363,3 @@ def _seed_warnings(base: RecipeRuns, recipe: RecipeRuns, pairs: Sequence[Pair]) 
             "pairs, but its mean losses are of other seeds than the baseline's"
         )
     return texts
-
-
-def _pair_warnings(pair: Pair) -> list[str]:
-    texts = []
-    if (tokens := pairing.training_tokens(pair)) is not None:
-        texts.append(
-            f"{pair.run.name} was last validated after {tokens[0]:,} tokens, {pair.base.name} after "
-            f"{tokens[1]:,}: the gap is not one of the recipe alone"
-        )
-    return texts + pairing.data_warnings(pair)

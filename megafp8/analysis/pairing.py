@@ -236,55 +236,47 @@ def _unique_name(runs: Sequence[LoadedRun], taken: set[str]) -> str:
     return unique
 
 
+TRAINING_TOKENS, VALIDATION_TOKENS = "number of training tokens", "number of validation tokens"
+WARNINGS = {
+    TRAINING_TOKENS: "{run} was last validated after {own:,} tokens, {base} after {other:,}: the gap is not one of the "
+    "recipe alone",
+    VALIDATION_TOKENS: "{run} was validated on {own:,} tokens, {base} on {other:,}: the losses are not of the same "
+    "data",
+    "seed": "{run} has seed {own}, {base} {other}: they are no pair",
+}
+DATA_WARNING = (
+    "{run} has {name} {own}, {base} {other}: they did not learn from the same data in the same order, or were "
+    "validated on other data, so their losses cannot be compared"
+)
+
+
 def data_warnings(pair: Pair) -> list[str]:
-    """Differences between the two runs' data, tokens and seeds, with both values."""
-    run, base = pair.run, pair.base
-    texts = [
-        f"{run.name} has {name} {own}, {base.name} {other}: they did not learn from the same data in the same order, "
-        "or were validated on other data, so their losses cannot be compared"
-        for name, (own, other) in _differing_facts(pair).items()
-    ]
-    if (tokens := _validation_tokens(pair)) is not None:
-        texts.append(
-            f"{run.name} was validated on {tokens[0]:,} tokens, {base.name} on {tokens[1]:,}: "
-            "the losses are not of the same data"
+    """Differences between the two runs' data, tokens and seeds, with both values; numbers of training tokens first."""
+    found = sorted(_differing_facts(pair).items(), key=lambda fact: fact[0] != TRAINING_TOKENS)
+    return [
+        WARNINGS.get(name, DATA_WARNING).format(
+            run=pair.run.name, base=pair.base.name, name=name, own=own, other=other
         )
-    if seed_of(run) != seed_of(base):
-        texts.append(f"{run.name} has seed {seed_of(run)}, {base.name} {seed_of(base)}: they are no pair")
-    return texts
+        for name, (own, other) in found
+    ]  # fmt: skip
 
 
 def other_data(pairs: Sequence[Pair]) -> tuple[str, ...]:
     """Differences in the data of any pair, whose gap then is not one of the recipe alone: "training data", "seed"."""
-    names: dict[str, None] = {}
-    for pair in pairs:
-        names |= dict.fromkeys(_differing_facts(pair))
-        names |= {"number of validation tokens": None} if _validation_tokens(pair) is not None else {}
-        names |= {"number of training tokens": None} if training_tokens(pair) is not None else {}
-        names |= {"seed": None} if seed_of(pair.run) != seed_of(pair.base) else {}
-    return tuple(names)
+    return tuple(dict.fromkeys(name for pair in pairs for name in _differing_facts(pair)))
 
 
-def _differing_facts(pair: Pair) -> dict[str, tuple[str, str]]:
-    """(run's, baseline's) facts that differ, of those that the records of both have."""
-    own, base = _data_facts(pair.run), _data_facts(pair.base)
+def _differing_facts(pair: Pair) -> dict[str, tuple[Any, Any]]:
+    """(run's, baseline's) facts about data, tokens and seed that differ, of those that both have."""
+    own, base = (_data_facts(run) | _token_facts(run) for run in (pair.run, pair.base))
     return {name: (own[name], base[name]) for name in own if name in base and own[name] != base[name]}
 
 
-def _validation_tokens(pair: Pair) -> Optional[tuple[int, int]]:
-    """Numbers of tokens in the last validations of run and baseline, if both have one and they differ."""
-    last, base_last = pair.run.last_validation, pair.base.last_validation
-    if last is None or base_last is None or last.num_tokens == base_last.num_tokens:
-        return None
-    return last.num_tokens, base_last.num_tokens
-
-
-def training_tokens(pair: Pair) -> Optional[tuple[int, int]]:
-    """Training tokens of run and baseline before their last validations, if both have one and they differ."""
-    last, base_last = pair.run.last_validation, pair.base.last_validation
-    if last is None or base_last is None or last.consumed_tokens == base_last.consumed_tokens:
-        return None
-    return last.consumed_tokens, base_last.consumed_tokens
+def _token_facts(run: LoadedRun) -> dict[str, int]:
+    """Tokens of the last validation and before it, if there is one, and the seed."""
+    last = run.last_validation
+    tokens = {} if last is None else {VALIDATION_TOKENS: last.num_tokens, TRAINING_TOKENS: last.consumed_tokens}
+    return tokens | {"seed": seed_of(run)}
 
 
 def _data_facts(run: LoadedRun) -> dict[str, str]:

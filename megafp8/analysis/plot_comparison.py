@@ -146,7 +146,7 @@ def plot_validation(recipes: Sequence[DrawnRecipe], *, confidence: float) -> Opt
     None if no run was validated.
     """
     band = seed_statistics.interval_band(confidence)
-    gaps = _curves(recipes, lambda pair: seed_statistics.validation_gap(pair.base, pair.run), band)
+    gaps = _curves(_without_baseline(recipes), lambda pair: seed_statistics.validation_gap(pair.base, pair.run), band)
     losses = _run_curves(recipes, seed_statistics.validation_losses)
     figure = _plot_with_gaps(losses, gaps, "validation loss (nats)", marker="o")
     if figure is not None:
@@ -174,7 +174,9 @@ def plot_training(recipes: Sequence[DrawnRecipe]) -> Optional[Figure]:
     None if no run has steps.
     """
     losses = _run_curves(recipes, _smoothed_loss)
-    return _plot_with_gaps(losses, _curves(recipes, seed_statistics.smoothed_gap), "training loss (nats)")
+    return _plot_with_gaps(
+        losses, _curves(_without_baseline(recipes), seed_statistics.smoothed_gap), "training loss (nats)"
+    )
 
 
 @plot_style(PAGE_STYLE)
@@ -199,20 +201,28 @@ def plot_grad_norms(recipes: Sequence[DrawnRecipe]) -> Optional[Figure]:
 @plot_style(PAGE_STYLE)
 def plot_speed_and_memory(comparison: Comparison, colors: Sequence[str]) -> Optional[Figure]:
     """Tokens per second and peak memory, one bar per recipe; without a panel that has no value, None without any."""
+    from matplotlib.ticker import MaxNLocator
+
     rows = comparison.drawn
     colors = [color for row, color in zip(comparison.recipes, colors, strict=True) if row in rows]
-    panels = {
-        "tokens/s": ([row.tokens_per_second for row in rows], lambda value: f"{value:,.0f}"),
-        "peak memory (GiB)": (
-            [row.memory_peak_bytes and row.memory_peak_bytes / GIB for row in rows], lambda value: f"{value:.3g}",
-        ),
-    }  # fmt: skip
-    panels = {label: (values, shown) for label, (values, shown) in panels.items() if any(values)}
+    panels: dict[str, tuple[str, list[Optional[float]]]] = {
+        "tokens/s": ("{:,.0f}", [row.tokens_per_second for row in rows]),
+        "peak memory (GiB)": ("{:.3g}", [row.memory_peak_bytes and row.memory_peak_bytes / GIB for row in rows]),
+    }
+    panels = {label: (pattern, values) for label, (pattern, values) in panels.items() if any(values)}
     if not panels:
         return None
     figure, grid = _figure(0.8 + 0.34 * len(rows), columns=len(panels))
-    for axes, (label, (values, shown)) in zip(np.atleast_1d(grid), panels.items(), strict=True):
-        _bars(axes, colors, values, label, shown)
+    for axes, (label, (pattern, values)) in zip(np.atleast_1d(grid), panels.items(), strict=True):
+        known = [value or 0.0 for value in values]
+        bars = axes.barh(range(len(rows)), known, color=colors, alpha=0.75, height=0.6)
+        texts = ["not measured" if value is None else pattern.format(value) for value in values]
+        axes.bar_label(bars, texts, padding=4)
+        axes.set_xlim(0, 1.28 * max(known))
+        axes.xaxis.set_major_locator(MaxNLocator(4))
+        if max(known) >= 1000:
+            use_si_prefixes(axes.xaxis)
+        axes.set_xlabel(label)
         _name_rows(axes, [row.name if axes is figure.axes[0] else "" for row in rows])
     return figure
 
@@ -278,19 +288,18 @@ def _curves(
     points: Callable[[Pair], tuple[np.ndarray, np.ndarray]],
     band: Callable[[np.ndarray], tuple[float, float]] = seed_statistics.full_range,
 ) -> Curves:
-    """The curves of all recipes but the baseline, averaged over their pairs; without those that have no value."""
-    curves = [
-        (recipe, over_seeds([points(pair) for pair in recipe.pairs], band))
-        for recipe in recipes
-        if not recipe.is_baseline
-    ]
+    """The curves of recipes, averaged over their pairs; without those that have no value."""
+    curves = [(recipe, over_seeds([points(pair) for pair in recipe.pairs], band)) for recipe in recipes]
     return [(recipe, curve) for recipe, curve in curves if np.isfinite(curve.mean).any()]
 
 
 def _run_curves(recipes: Sequence[DrawnRecipe], points: Callable[[LoadedRun], tuple[np.ndarray, np.ndarray]]) -> Curves:
-    """The curves of all recipes, averaged over their runs; without those that have no value."""
-    curves = [(recipe, over_seeds([points(run) for run in recipe.runs])) for recipe in recipes]
-    return [(recipe, curve) for recipe, curve in curves if np.isfinite(curve.mean).any()]
+    """`_curves` of points of the runs themselves."""
+    return _curves(recipes, lambda pair: points(pair.run))
+
+
+def _without_baseline(recipes: Sequence[DrawnRecipe]) -> list[DrawnRecipe]:
+    return [recipe for recipe in recipes if not recipe.is_baseline]
 
 
 def _draw(axes: Axes, curves: Curves, *, marker: str = "") -> None:
@@ -364,27 +373,6 @@ def add_legend(axes: Axes) -> None:
                       columnspacing=1.4)  # fmt: skip
 
 
-def _bars(
-    axes: Axes,
-    colors: Sequence[str],
-    values: Sequence[Optional[float]],
-    label: str,
-    format_value: Callable[[float], str],
-) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    known = [value or 0.0 for value in values]
-    axes.barh(range(len(known)), known, color=colors, alpha=0.75, height=0.6)
-    for position, value in enumerate(values):
-        text = "not measured" if value is None else format_value(value)
-        axes.annotate(text, (value or 0.0, position), (4, 0), textcoords="offset points", va="center")
-    axes.set_xlim(0, 1.28 * max([*known, 1e-9]))
-    axes.xaxis.set_major_locator(MaxNLocator(4))
-    if max(known) >= 1000:
-        use_si_prefixes(axes.xaxis)
-    axes.set_xlabel(label)
-
-
 @plot_style({"font.size": 13, "axes.titlesize": 16})
 def plot_loss_curves(recipes: Sequence[DrawnRecipe], output: Path, title: str) -> Path:
     """Write a PNG of the losses over training tokens, of the first seed of each recipe.
@@ -414,7 +402,7 @@ def plot_loss_curves(recipes: Sequence[DrawnRecipe], output: Path, title: str) -
         for recipe in recipes[1:]:
             tokens, gaps = seed_statistics.validation_gap(recipe.pairs[0].base, recipe.pairs[0].run)
             axes.plot(tokens, 100 * gaps, **_marker(recipe))
-        _draw_gaps(axes, _curves(recipes, seed_statistics.smoothed_gap))
+        _draw_gaps(axes, _curves(recipes[1:], seed_statistics.smoothed_gap))
     _token_axis(figure.axes[-1])
     return save_figure(figure, output)
 

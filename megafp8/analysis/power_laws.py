@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Optional
 
 import numpy as np
 
-from megafp8.analysis.seed_statistics import CONFIDENCE, student_quantiles
+from megafp8.analysis.seed_statistics import CONFIDENCE, student_quantile
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -260,7 +260,7 @@ class Fits:
                 own = np.stack([by_left_out[stratum.coordinates, seed] for seed in sorted(stratum.seeds)])
                 part = (len(own) - 1) / len(own) * np.square(own - own.mean(0)).sum(0)
                 total, squares = total + part, squares + part**2 / (len(own) - 1)
-            half = student_quantiles(CONFIDENCE, total**2 / squares) * np.sqrt(total)
+            half = student_quantile(CONFIDENCE, total**2 / squares) * np.sqrt(total)
         return estimate - half, estimate + half
 
     def estimate(

@@ -178,7 +178,7 @@ def mean_of_means(groups: Sequence[np.ndarray]) -> Estimate:
     if not total:
         return Estimate(value, value, value)
     degrees = total**2 / float((variances**2 / [len(group) - 1 for group in groups]).sum())
-    half = student_quantile(CONFIDENCE, degrees) * total**0.5 / len(groups)
+    half = float(student_quantile(CONFIDENCE, degrees)) * total**0.5 / len(groups)
     return Estimate(value, value - half, value + half)
 
 
