@@ -20,7 +20,6 @@ from megafp8.analysis.compare import Comparison, RecipeRow
 from megafp8.analysis.pairing import Pair, is_control, recipe_of
 from megafp8.analysis.plotting import (
     GRAY,
-    GRID,
     INK,
     PAGE_STYLE,
     new_figure,
@@ -98,7 +97,7 @@ def plot_gap_rows(
     values = [gap for row in rows for gap in row.gaps_fraction]
     values += [end for row in rows if row.gap for end in (row.gap.low, row.gap.high) if end is not None]
     sizes = [abs(value) for value in values if math.isfinite(value)]
-    reach = 115 * max([*sizes, 1.2 * (bound_fraction or 0), MIN_REACH_FRACTION])
+    reach = 110 * max([*sizes, 1.2 * (bound_fraction or 0), MIN_REACH_FRACTION])
     if bound_fraction is not None:
         axes.axvspan(100 * bound_fraction, reach, color=BOUND_COLOR, alpha=0.08, linewidth=0)
         axes.axvline(100 * bound_fraction, color=BOUND_COLOR, linewidth=1.2, linestyle=(0, (4, 3)))
