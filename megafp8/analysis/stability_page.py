@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
 from megafp8.analysis import plot_comparison, plot_stability
 from megafp8.analysis.comparison_page import facts, run_warnings
-from megafp8.analysis.html import render, to_svg
+from megafp8.analysis.html import PageSection, page_figure, render, write_files
 from megafp8.analysis.percent import rounded, signed, signed_interval
 from megafp8.analysis.plot_stability import drawn_recipes
 from megafp8.analysis.seed_statistics import BEYOND, CONFIDENCE, CONTROL, WITHIN
@@ -17,9 +17,8 @@ from megafp8.analysis.stability import SuiteReport, build_report
 from megafp8.analysis.stability_gaps import WORSE, SuiteGap
 from megafp8.analysis.stability_runs import losses_by_seed
 from megafp8.analysis.stability_sweep import AS_WIDE, NARROWER, WIDER, SweepRow, divergence_limit
+from megafp8.analysis.tables import Table
 from megafp8.config.variants import BASELINE
-from megafp8.utils.files import atomic_write_text
-from megafp8.utils.formatting import text_table
 from megafp8.utils.strict_json import to_strict_json
 
 if TYPE_CHECKING:
@@ -32,18 +31,6 @@ CROSSES = "A cross on the right is of runs that diverged, one on the left of wha
 CLASSES = {**dict.fromkeys(GOOD, "within"), **dict.fromkeys(BAD, "beyond")}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """A part of the page. The first cell of a row is a name, the second a verdict."""
-
-    name: str
-    title: str
-    text: str
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    figures: tuple[dict[str, str], ...] = ()
-
-
 def publish_suite(folder: Path) -> tuple[SuiteReport, list[Path]]:
     """Write report/stability.html and report/stability.json of a suite.
 
@@ -51,14 +38,8 @@ def publish_suite(folder: Path) -> tuple[SuiteReport, list[Path]]:
         DataError: the folder has no suite.
     """
     report = build_report(folder)
-    (folder / "report").mkdir(exist_ok=True)
-    written = {
-        folder / "report" / "stability.html": render_page(report),
-        folder / "report" / "stability.json": to_strict_json(report.to_plain()),
-    }
-    for path, text in written.items():
-        atomic_write_text(path, text)
-    return report, list(written)
+    contents = {"stability.html": render_page(report), "stability.json": to_strict_json(report.to_plain())}
+    return report, write_files(folder / "report", contents)
 
 
 def render_page(report: SuiteReport) -> str:
@@ -71,20 +52,14 @@ def render_page(report: SuiteReport) -> str:
     device = "" if not loaded else f", {loaded[0].info.world_size} x {loaded[0].info.device_name}"
     unfinished = f"{len(report.problems)} runs have no result: {'; '.join(report.problems[:5])}"
     return render(
-        "stability.html.jinja",
+        "page.html.jinja",
         title=TITLE,
         headline=headline(report),
         conditions=f"{model}size {report.info['size']}{seeds}{device}",
         warnings=[*run_warnings(loaded), *([unfinished] if report.problems else [])],
-        sections=[section_content(section) for section in sections(report, has_figures=True)],
+        sections=sections(report, has_figures=True),
         facts=facts(loaded[0]) if loaded else [],
     )
-
-
-def section_content(section: Section) -> dict[str, object]:
-    """A section as the template takes it."""
-    rows = [{"cells": row, "verdict_class": CLASSES.get(row[1], "not-decided")} for row in section.rows]
-    return {**vars(section), "rows": rows}
 
 
 def headline(report: SuiteReport) -> str:
@@ -112,35 +87,55 @@ def baseline_divergences(report: SuiteReport) -> Optional[str]:
     return f"{BASELINE} itself diverged in {num_diverged} of {len(losses)} seeds" if num_diverged else None
 
 
-def sections(report: SuiteReport, *, has_figures: bool = False) -> list[Section]:
+def sections(report: SuiteReport, *, has_figures: bool = False) -> list[PageSection]:
     """The parts that have rows, in order."""
-    found = [
-        pairs_section(report, has_figures), sweep_section(report, has_figures),
-        controls_section(report, has_figures), continuation_section(report, has_figures),
-    ]  # fmt: skip
-    return [section for section in found if section.rows]
+    parts = (pairs_section, sweep_section, controls_section, continuation_section)
+    found = [part(report, has_figures) for part in parts]
+    return [section for section in found if section.table and section.table.rows]
+
+
+def verdict_section(
+    name: str,
+    title: str,
+    text: str,
+    header: tuple[str, ...],
+    rows: Iterable[tuple[str, ...]],
+    figures: Sequence[tuple[str, Optional[Figure], str]],
+) -> PageSection:
+    """A part of the page.
+
+    Args:
+        rows: the first cell of each is a name, the second a verdict.
+        figures: title, figure and caption of each; a figure may be None.
+    """
+    table = Table(title=title, header=header, rows=tuple(rows))
+    return PageSection(
+        name=name, title=title, text=text, table=table,
+        classes=[CLASSES.get(row[1], "not-decided") for row in table.rows],
+        figures=[page_figure(title, figure, caption) for title, figure, caption in figures if figure is not None],
+    )  # fmt: skip
 
 
 def to_text(report: SuiteReport) -> str:
     """Verdicts for the terminal."""
     parts = [headline(report)]
-    for section in sections(report):
-        parts += [section.title, text_table(list(section.header), [list(row) for row in section.rows])]
+    for table in (section.table for section in sections(report) if section.table):
+        parts += [table.title, table.to_text()]
     return "\n\n".join([*parts, *report.problems])
 
 
-def pairs_section(report: SuiteReport, has_figures: bool) -> Section:
+def pairs_section(report: SuiteReport, has_figures: bool) -> PageSection:
     """Part (a): gaps compared with the baseline's spread."""
     spread = report.spread_fraction
     drawn = drawn_recipes(report.of_part("pairs")) if has_figures else []
     figures = [] if not drawn else [
-        figure_content(
+        (
             "Validation loss and gap to bf16",
             plot_comparison.plot_validation(drawn, confidence=CONFIDENCE),
             "Means over the seeds, through the decay of the learning rate. Below: the gap to bf16 of the same seed, "
             "with the interval of its mean.",
         ),
-        figure_content(
+        (
             "Gaps and spread", plot_stability.plot_gap_rows(report.pairs, spread_fraction=spread),
             "A dot is a pair, the bar the 95% interval of the mean, the dashed line bf16's own spread over "
             f"seeds. {CROSSES}",
@@ -149,28 +144,28 @@ def pairs_section(report: SuiteReport, has_figures: bool) -> Section:
     divergences = baseline_divergences(report)
     unknown = f"unknown, as {divergences}" if divergences else "unknown"
     shown = unknown if spread is None else rounded(spread)
-    return Section(
+    return verdict_section(
         name="pairs", title="Paired runs through the decay",
         text=f"Final validation loss against bf16's of the same seed. The bound is bf16's own spread over its seeds, "
         f"a standard deviation of {shown}, and is itself an estimate: within means that the 95% interval of gap minus "
         "spread lies below zero, beyond that it lies above. A recipe that diverges is beyond; where bf16 itself does, "
         "only if the recipe does in more seeds, by a sign test.",
-        header=SPREAD_HEADER, rows=tuple(spread_cells(row) for row in report.pairs),
-        figures=tuple(filter(None, figures)),
+        header=SPREAD_HEADER, rows=map(spread_cells, report.pairs),
+        figures=figures,
     )  # fmt: skip
 
 
-def sweep_section(report: SuiteReport, has_figures: bool) -> Section:
+def sweep_section(report: SuiteReport, has_figures: bool) -> PageSection:
     """Part (b): stable ranges of the learning rate."""
     limit = divergence_limit(report.of_part("sweep"))
     figures = [] if not (has_figures and report.sweep) else [
-        figure_content(
+        (
             "Loss over the learning rate", plot_stability.plot_sweep(report.sweep, limit),
             "A dot is a run; a cross ended with non-finite numbers. Above the dashed line a run counts as diverged.",
         )
     ]  # fmt: skip
     shown = "" if not math.isfinite(limit) else f", here {limit:.3f} nats"
-    return Section(
+    return verdict_section(
         name="sweep",
         title="Learning rates to divergence",
         text="The largest learning rate up to which no run diverged. A run diverged if it ended with non-finite "
@@ -178,8 +173,8 @@ def sweep_section(report: SuiteReport, has_figures: bool) -> Section:
         "by seed; its 95% interval is widened by a step of the grid. A seed without a stable rate counts as one step "
         "below the first rate.",
         header=("recipe", "verdict", "largest stable rate", "ratio to bf16", "95% interval", "seeds"),
-        rows=tuple(sweep_cells(row) for row in report.sweep),
-        figures=tuple(filter(None, figures)),
+        rows=map(sweep_cells, report.sweep),
+        figures=figures,
     )
 
 
@@ -203,46 +198,46 @@ def ratio_text(octaves: float) -> str:
     return "<0.01x" if ratio < 0.01 else ">100x" if ratio > 100 else f"{ratio:.2f}x"
 
 
-def controls_section(report: SuiteReport, has_figures: bool) -> Section:
+def controls_section(report: SuiteReport, has_figures: bool) -> PageSection:
     """Part (c): known-bad controls."""
     figures = [] if not (has_figures and report.controls) else [
-        figure_content(
+        (
             "Known-bad controls", plot_stability.plot_gap_rows(report.controls),
             "Gap of each control to its own good form; a dot is a pair, the bar the 95% interval of the mean. "
             f"{CROSSES}",
         )
     ]  # fmt: skip
-    return Section(
+    return verdict_section(
         name="controls", title="Known-bad controls",
         text="Settings that are known to be worse, each against its own good form. A suite that cannot tell them apart "
         "says so, and what it would take: the paired seeds that would show the observed gap with a probability of "
         "80%, and the smallest gap that these seeds would show so. With divergences, of either form, a sign test "
         "decides.",
         header=("control", "verdict", "good form", "gap", "95% interval", "seeds needed", "smallest gap", "pairs"),
-        rows=tuple(
+        rows=(
             (row.name, row.verdict, row.reference, gap_text(row), signed_interval(row.gap), needed_text(row),
              "-" if row.detectable_fraction is None else rounded(row.detectable_fraction), str(len(row.gaps_fraction)))
             for row in report.controls
         ),
-        figures=tuple(filter(None, figures)),
+        figures=figures,
     )  # fmt: skip
 
 
-def continuation_section(report: SuiteReport, has_figures: bool) -> Section:
+def continuation_section(report: SuiteReport, has_figures: bool) -> PageSection:
     """Part (d): a checkpoint continued in every recipe."""
     drawn = drawn_recipes(report.of_part("continuation")) if has_figures else []
     figures = [] if not drawn else [
-        figure_content(
+        (
             "Continued from the checkpoint", plot_comparison.plot_validation(drawn, confidence=CONFIDENCE),
             "Validation loss of the continued runs; below, the gap to bf16.",
         )
     ]  # fmt: skip
-    return Section(
+    return verdict_section(
         name="continuation", title="Continuation of a checkpoint",
         text="The weights of one checkpoint continued in bf16 and in each recipe, with a new optimizer state and the "
         "schedule of the suite; verdicts as for the paired runs.",
-        header=SPREAD_HEADER, rows=tuple(spread_cells(row) for row in report.continuation),
-        figures=tuple(filter(None, figures)),
+        header=SPREAD_HEADER, rows=map(spread_cells, report.continuation),
+        figures=figures,
     )  # fmt: skip
 
 
@@ -266,13 +261,3 @@ def gap_text(row: SuiteGap) -> str:
 def needed_text(row: SuiteGap) -> str:
     """Seeds that would show the observed gap; - where it is shown, or not above zero."""
     return "-" if row.verdict == WORSE or row.seeds_needed is None else str(row.seeds_needed)
-
-
-def figure_content(title: str, figure: Optional[Figure], caption: str) -> Optional[dict[str, str]]:
-    """A figure for the template; None without one."""
-    if figure is None:
-        return None
-    return {
-        "title": title, "caption": caption, "wide": to_svg(figure, title),
-        "narrow": to_svg(plot_comparison.make_narrow(figure), f"{title} (narrow)"),
-    }  # fmt: skip
