@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import mmap
@@ -14,14 +13,13 @@ from typing import Any, Optional
 import numpy as np
 
 from megafp8.data.preprocessing.part_files import PartFolder, PartRecord
-from megafp8.data.preprocessing.plan import InputPart, Unit
+from megafp8.data.preprocessing.plan import Unit
 from megafp8.data.preprocessing.sources import InputSource
 from megafp8.data.shards import ShardIndex, ShardTotals, build_document_index, publish_shard, write_index_file
 from megafp8.utils.files import publish, sync
 from megafp8.utils.strict_json import parse_json
 
-# Errors of copy_file_range() where a kernel or a file system does not support it.
-UNSUPPORTED_COPY_ERRORS = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+WRITE_BYTES = 8 << 20
 
 
 def skipped_path(output_prefix: str) -> Path:
@@ -42,9 +40,8 @@ class ShardAssembly:
         self._units, self._sources, self._folder = units, sources, folder
         self._shards = [_ShardAppender(folder, key) for key in range(folder.num_keys)]
         self._skipped = open(folder.path / "joined.skipped", "wb")  # noqa: SIM115  __exit__ closes it
-        self._records: dict[str, PartRecord] = {}
-        self._num_parts: dict[str, int] = {}
-        self._unit = self._block = 0
+        self._records: dict[str, Optional[PartRecord]] = {}
+        self._steps = self._append_parts()
         self._records_before = [0] * len(sources)
         self.num_skipped = 0
         self.num_tokens = 0
@@ -52,20 +49,14 @@ class ShardAssembly:
     def __enter__(self) -> "ShardAssembly":
         return self
 
-    def add(self, name: str, record: PartRecord) -> None:
-        """Take a part, and append all parts that are ready."""
+    def add(self, name: str, record: Optional[PartRecord]) -> None:
+        """Take a part, and append all parts that are ready. None is the end of a stream: it has no such part."""
         self._records[name] = record
-        while (ready := self._next_name()) in self._records:
-            self._append(ready, self._records.pop(ready))
-            self._block += 1
-
-    def end_stream(self, name: str, num_parts: int) -> None:
-        """Take the number of parts of a stream."""
-        self._num_parts[name] = num_parts
+        next(self._steps, None)
 
     def publish(self, output_prefix: str, prefixes: Sequence[str]) -> list[ShardTotals]:
         """Write the shards, one per key, and the list of skipped records if there are any."""
-        assert self._next_name() is None and not self._records
+        assert not any(True for _ in self._steps) and not self._records
         sync(self._skipped)
         self._skipped.close()
         if self.num_skipped:
@@ -79,17 +70,16 @@ class ShardAssembly:
         for shard in self._shards:
             shard.close()
 
-    def _next_name(self) -> Optional[str]:
-        """The name of the next part; None at the end."""
-        while self._unit < len(self._units):
-            unit = self._units[self._unit]
-            if isinstance(unit, InputPart):
-                if self._block == 0:
-                    return unit.name
-            elif self._block < self._num_parts.get(unit.name, self._block + 1):
-                return unit.part_name(self._block)
-            self._unit, self._block = self._unit + 1, 0
-        return None
+    def _append_parts(self) -> Iterator[None]:
+        """Append the parts in order; yields where the next one is missing."""
+        for unit in self._units:
+            for name in unit.part_names():
+                while name not in self._records:
+                    yield
+                record = self._records.pop(name)
+                if record is None:
+                    break
+                self._append(name, record)
 
     def _append(self, name: str, record: PartRecord) -> None:
         for shard in self._shards:
@@ -166,9 +156,6 @@ class _PartIndices(Sequence[ShardIndex]):
         lengths = np.fromfile(self._folder.length_path(self._names[number], self._key), np.int32)
         return build_document_index(lengths, self._folder.dtype)
 
-    def __iter__(self) -> Iterator[ShardIndex]:
-        return (self[number] for number in range(len(self)))
-
 
 def _copy(source: int, content: mmap.mmap, target: int) -> None:
     """Append the file of descriptor `source`, which is mapped as `content`, to the file of descriptor `target`."""
@@ -176,11 +163,8 @@ def _copy(source: int, content: mmap.mmap, target: int) -> None:
     while num_copied < len(content):
         try:
             num_bytes = os.copy_file_range(source, target, len(content) - num_copied, num_copied)
-        except OSError as error:
-            if error.errno not in UNSUPPORTED_COPY_ERRORS:
-                raise
+        except OSError:
             num_bytes = 0
-        if not num_bytes:  # unsupported; some file systems copy nothing instead of raising an error
-            with memoryview(content) as view:
-                num_bytes = os.write(target, view[num_copied:])
+        if not num_bytes:  # unsupported: some file systems raise an error, others copy nothing
+            num_bytes = os.write(target, content[num_copied : num_copied + WRITE_BYTES])
         num_copied += num_bytes

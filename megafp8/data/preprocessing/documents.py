@@ -57,20 +57,18 @@ def read_texts(sources: Sequence[InputSource], key: str) -> Iterator[str]:
             raise DataError(f"{source.path} is damaged: {error}. Download or compress the file again.") from error
 
 
-def read_documents(
-    source: InputSource, keys: Sequence[str], start: int, stop: int, first: int = 0
-) -> Iterator[Documents]:
-    """Yield the documents of a file, block by block.
+def read_documents(source: InputSource, keys: Sequence[str], start: int, stop: int) -> Iterator[Documents]:
+    """Yield the documents of a range of a file, block by block. Its records are numbered from 0.
 
     Args:
         source: the file.
         keys: keys of the texts.
         start, stop: range of bytes (see `readers.read_range`), or of a table (see `table_readers.read_rows`).
-        first: number of the first record.
 
     Raises:
         DamagedFileError: after the documents before the damage.
     """
+    first = 0
     if source.is_table:
         for columns in table_readers.read_rows(source, keys, start, stop):
             yield parse_rows(columns, first, keys)

@@ -5,7 +5,8 @@ A large compressed file is a `Stream`: how many parts it has is known only after
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Optional, Union
 
@@ -40,10 +41,14 @@ class InputRange:
 
 @dataclass(frozen=True)
 class InputPart:
-    """Pieces that are tokenized in one go. Names sort in the order of the input."""
+    """Pieces, at most one of a file, that are tokenized in one go. Names sort in the order of the input."""
 
     name: str
     pieces: tuple[InputRange, ...]
+
+    def part_names(self) -> Iterable[str]:
+        """Return its own name."""
+        return (self.name,)
 
 
 @dataclass(frozen=True)
@@ -54,9 +59,9 @@ class Stream:
     source: int
     block_bytes: int
 
-    def part_name(self, block: int) -> str:
-        """Return the name of a part."""
-        return f"{self.name}-{block:06d}"
+    def part_names(self) -> Iterable[str]:
+        """Return the names of its parts, in order, without an end."""
+        return (f"{self.name}-{block:06d}" for block in itertools.count())
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,9 @@ def divide(sources: Sequence[InputSource], keys: Sequence[str], part_bytes: int)
             units.append(Stream(f"{len(units):06d}", number, min(part_bytes, MAX_BLOCK_BYTES)))
             continue
         for piece in _divide_source(number, source, keys, part_bytes):
+            if pieces and pieces[-1].source == number:
+                last = pieces.pop()
+                piece = InputRange(number, last.start, piece.stop, last.input_bytes + piece.input_bytes)
             pieces.append(piece)
             if sum(piece.input_bytes for piece in pieces) >= part_bytes:
                 close_part()

@@ -22,7 +22,7 @@ from megafp8.data.preprocessing.part_files import PartFolder, PartRecord
 from megafp8.data.preprocessing.plan import InputPart, PreprocessJob, Unit, build_tasks, choose_part_bytes, divide
 from megafp8.data.preprocessing.sources import find_sources
 from megafp8.data.preprocessing.table_readers import find_dataset
-from megafp8.data.preprocessing.workers import FinishedPart, Worker, WorkerDiedError, run_tasks, sample_texts
+from megafp8.data.preprocessing.workers import Worker, run_tasks, sample_texts
 from megafp8.data.shards import (
     ShardManifest,
     bin_path,
@@ -35,7 +35,6 @@ from megafp8.data.shards import (
 from megafp8.data.tokenizers.build import (
     AUTO,
     GIGATOKEN,
-    LIBRARY,
     build_tokenizer,
     describe_tokenizer,
     tokenizer_settings,
@@ -162,7 +161,7 @@ class _JobRun:
         saved.setdefault("part_bytes", choose_part_bytes(self.total_bytes, choice.encoder.part_bytes))
         self.folder.save_job(saved)
         units = divide(self.sources, self.job.json_keys, saved["part_bytes"])
-        worker = Worker(self.job, self.sources, choice.kind, self.tokenizer, choice.encoder)
+        worker = Worker(self.job, self.sources, self.tokenizer, choice.encoder)
         try:
             with ShardAssembly(units, self.sources, self.folder) as assembly:
                 self._make_parts(worker, units, assembly)
@@ -222,13 +221,13 @@ class _JobRun:
     def _choose_encoder(self, refused: str, sample: Sequence[str]) -> EncoderChoice:
         job, tokenizer = self.job, self.tokenizer
         if job.encoder == AUTO and refused:
-            return EncoderChoice(LibraryEncoder(tokenizer), LIBRARY, refused)
+            return EncoderChoice(LibraryEncoder(tokenizer), refused)
         text_bytes = sum(
             source.num_bytes * (COMPRESSION_FACTOR if source.compression or source.is_table else 1)
             for source in self.sources
         )
         if job.encoder == AUTO and text_bytes < SMALL_INPUT_BYTES:
-            return EncoderChoice(LibraryEncoder(tokenizer), LIBRARY, "the input is small")
+            return EncoderChoice(LibraryEncoder(tokenizer), "the input is small")
         return choose_encoder(tokenizer, job.encoder, sample)
 
     def _make_parts(self, worker: Worker, units: Sequence[Unit], assembly: ShardAssembly) -> None:
@@ -248,19 +247,11 @@ class _JobRun:
                 progress = progress.plus(record)
         self.on_progress(progress)
         workers = self.job.workers
-        try:
-            for result in run_tasks(worker, build_tasks(missing, workers), workers):
-                if isinstance(result, FinishedPart):
-                    assembly.add(result.name, result.record)
-                    progress = progress.plus(result.record)
-                    self.on_progress(progress)
-                else:
-                    assembly.end_stream(result.stream_name, result.num_parts)
-        except WorkerDiedError as error:
-            raise DataError(
-                f"A tokenizer process died: {error}. The machine may be out of memory; use fewer --workers than "
-                f"{workers}. Finished parts are kept: the same command resumes the job."
-            ) from error
+        for name, record in run_tasks(worker, build_tasks(missing, workers), workers):
+            assembly.add(name, record)
+            if record is not None:
+                progress = progress.plus(record)
+                self.on_progress(progress)
 
     def _publish(self, choice: EncoderChoice, assembly: ShardAssembly) -> PreprocessSummary:
         """Publish the shards, each with its manifest last."""

@@ -3,8 +3,8 @@
 Memory of a worker: one batch of texts and their ids (about ten times `Encoder.batch_bytes`), one block of input, the
 longest document and the encoder.
 
-`run_tasks` is the process pool. In contrast to concurrent.futures, a task can yield many results, a worker whose parent
-is killed exits because its pipe breaks, and a worker that is killed is an error at once.
+`run_tasks` is the process pool. In contrast to concurrent.futures, a task can yield many results, and the signal that
+killed a worker is known.
 """
 
 from __future__ import annotations
@@ -12,91 +12,52 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkContext, SpawnContext
-from typing import TYPE_CHECKING, Any, Optional, TypeVar, Union
+from typing import Any, Optional, TypeVar
 
 from megafp8.data.preprocessing.documents import Documents, parse_records, read_documents
 from megafp8.data.preprocessing.part_files import PartFolder, PartRecord, PartWriter
-from megafp8.data.preprocessing.plan import InputPart, InputTask, Stripe, divide
+from megafp8.data.preprocessing.plan import InputPart, InputTask, PreprocessJob, Stripe, divide
 from megafp8.data.preprocessing.readers import DamagedFileError, read_blocks, records_before
 from megafp8.data.preprocessing.sources import InputSource
 from megafp8.data.preprocessing.table_readers import rows_before
 from megafp8.data.shards import token_dtype
-from megafp8.data.tokenizers.build import Tokenizer, build_tokenizer
-from megafp8.data.tokenizers.encoders import (
-    Encoder,
-    EncoderMismatchError,
-    build_encoder,
-    encode_documents,
-    rejected_texts,
-)
+from megafp8.data.tokenizers.build import Tokenizer
+from megafp8.data.tokenizers.encoders import Encoder, EncoderMismatchError, encode_documents, rejected_texts
 from megafp8.errors import DataError
-
-if TYPE_CHECKING:
-    from megafp8.data.preprocessing.plan import PreprocessJob
+from megafp8.utils.process import set_worker_death_signal
 
 # Records of a large block that are parsed at a time.
 PARSED_RECORDS = 1024
 # Size of the sample on which encoders are compared.
 SAMPLED_POSITIONS, SAMPLED_BYTES, SAMPLED_TEXTS, SAMPLED_CHARACTERS = 16, 16 << 10, 16, 4000
-# Tasks that a worker has queued, so that it does not wait for the parent between two tasks.
-QUEUED_TASKS = 2
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class FinishedPart:
-    """A complete part, made now or by an earlier run."""
-
-    name: str
-    record: PartRecord
-
-
-@dataclass(frozen=True)
-class FinishedStripe:
-    """The end of a stripe, and the number of parts of its stream."""
-
-    stream_name: str
-    num_parts: int
-
-
 class Worker:
-    """Makes the parts of tasks. Forked workers inherit tokenizer and encoder; a pickled one builds its own.
+    """Makes the parts of tasks.
 
     Args:
         job: the job.
         sources: the input.
-        encoder_kind: GIGATOKEN or LIBRARY.
-        tokenizer, encoder: those that `job` and `encoder_kind` stand for; None builds them here.
+        tokenizer, encoder: the job's.
     """
 
-    def __init__(
-        self,
-        job: PreprocessJob,
-        sources: Sequence[InputSource],
-        encoder_kind: str,
-        tokenizer: Optional[Tokenizer] = None,
-        encoder: Optional[Encoder] = None,
-    ):
-        self.job, self.sources, self._encoder_kind = job, sources, encoder_kind
-        self.tokenizer = tokenizer or build_tokenizer(job.tokenizer, job.vocab_size)
-        self.encoder = encoder or build_encoder(self.tokenizer, encoder_kind)
-        vocab_size, dtype = self.tokenizer.vocab_size, token_dtype(self.tokenizer.vocab_size)
+    def __init__(self, job: PreprocessJob, sources: Sequence[InputSource], tokenizer: Tokenizer, encoder: Encoder):
+        self.job, self.sources, self.encoder = job, sources, encoder
+        vocab_size, dtype = tokenizer.vocab_size, token_dtype(tokenizer.vocab_size)
         self.folder = PartFolder(job.output_prefix, len(job.json_keys), dtype)
-        eod = self.tokenizer.eod if job.append_eod else None
+        eod = tokenizer.eod if job.append_eod else None
         self.shard_options: dict[str, Any] = {"vocab_size": vocab_size, "dtype": dtype, "eod": eod}
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Worker, (self.job, self.sources, self._encoder_kind)
-
-    def __call__(self, task: InputTask) -> Iterator[Union[FinishedPart, FinishedStripe]]:
+    def __call__(self, task: InputTask) -> Iterator[tuple[str, Optional[PartRecord]]]:
         """Make the parts of a task that do not exist yet.
+
+        Yields:
+            Name and record of each part. The last one of a stream has None: there is no such part.
 
         Raises:
             DataError: a record that is no document, unless they are skipped, with file and line number.
@@ -104,7 +65,7 @@ class Worker:
             OSError: the part cannot be written.
         """
         if isinstance(task, InputPart):
-            yield FinishedPart(task.name, _encode_part(self, task))
+            yield task.name, _encode_part(self, task)
         else:
             yield from _encode_stripe(self, task)
 
@@ -115,61 +76,78 @@ class Worker:
 
 
 def _encode_part(worker: Worker, part: InputPart) -> PartRecord:
-    first_pieces = {piece.source: piece for piece in reversed(part.pieces)}
+    starts = {piece.source: piece.start for piece in part.pieces}
 
     def count_before(source_number: int) -> int:
-        source, start = worker.sources[source_number], first_pieces[source_number].start
+        source, start = worker.sources[source_number], starts[source_number]
         if source.is_table:
             return rows_before(source, start)
         return records_before(source, start) if source.is_divisible else 0
 
-    with PartWriter(worker.folder, part.name) as writer:
-        encoder = _PartEncoder(worker, writer, count_before)
-        for piece in part.pieces:
-            source = worker.sources[piece.source]
-            try:
-                first = writer.num_records(piece.source)
-                for documents in read_documents(source, worker.job.json_keys, piece.start, piece.stop, first):
-                    encoder.add(piece.source, documents)
-            except DamagedFileError as error:
-                encoder.reject_rest(piece.source, writer.num_records(piece.source), str(error))
-        encoder.flush()
-        return writer.finish(sum(piece.input_bytes for piece in part.pieces))
+    keys = worker.job.json_keys
+    documents = {
+        piece.source: read_documents(worker.sources[piece.source], keys, piece.start, piece.stop)
+        for piece in part.pieces
+    }
+    return _write_part(worker, part.name, documents, count_before, sum(piece.input_bytes for piece in part.pieces))
 
 
-def _encode_stripe(worker: Worker, stripe: Stripe) -> Iterator[Union[FinishedPart, FinishedStripe]]:
+def _encode_stripe(worker: Worker, stripe: Stripe) -> Iterator[tuple[str, Optional[PartRecord]]]:
     stream, source = stripe.stream, worker.sources[stripe.stream.source]
-    num_parts = num_records = 0
 
-    def encode(records: Sequence[bytes], input_bytes: int, damage: str) -> Iterator[FinishedPart]:
-        name = stream.part_name(num_parts)
-        if num_parts % stripe.count != stripe.number:
-            return
-        record = worker.load_finished(name)
-        if record is not None:
-            yield FinishedPart(name, record)
-            return
-        with PartWriter(worker.folder, name) as writer:
-            encoder = _PartEncoder(worker, writer, lambda _: num_records)
-            for first in range(0, len(records), PARSED_RECORDS):
-                chunk = records[first : first + PARSED_RECORDS]
-                encoder.add(stream.source, parse_records(source, chunk, first, worker.job.json_keys))
-            if damage:
-                encoder.reject_rest(stream.source, len(records), damage)
-            encoder.flush()
-            yield FinishedPart(name, writer.finish(input_bytes))
+    def parse(records: Sequence[bytes], damage: Optional[DamagedFileError]) -> Iterator[Documents]:
+        for first in range(0, len(records), PARSED_RECORDS):
+            yield parse_records(source, records[first : first + PARSED_RECORDS], first, worker.job.json_keys)
+        if damage is not None:
+            raise damage
 
-    damage = ""
-    try:
-        for input_bytes, records in read_blocks(source, stream.block_bytes):
-            yield from encode(records, input_bytes, "")
-            num_parts, num_records = num_parts + 1, num_records + len(records)
-    except DamagedFileError as error:
-        damage = str(error)
-    if damage:
-        yield from encode([], 0, damage)
-        num_parts += 1
-    yield FinishedStripe(stream.name, num_parts)
+    def read() -> Iterator[tuple[int, Sequence[bytes], Optional[DamagedFileError]]]:
+        """Yield the blocks: bytes on disk, records, damage. Damage has a part of its own."""
+        try:
+            for input_bytes, records in read_blocks(source, stream.block_bytes):
+                yield input_bytes, records, None
+        except DamagedFileError as error:
+            yield 0, [], error
+
+    def count_before(_: int) -> int:
+        return num_before
+
+    blocks, num_before = read(), 0
+    for number, name in enumerate(stream.part_names()):
+        is_own = number % stripe.count == stripe.number
+        block = next(blocks, None)
+        if block is None:
+            if is_own:
+                yield name, None
+            return
+        input_bytes, records, damage = block
+        if is_own:
+            record = worker.load_finished(name)
+            if record is None:
+                documents = {stream.source: parse(records, damage)}
+                record = _write_part(worker, name, documents, count_before, input_bytes)
+            yield name, record
+        num_before += len(records)
+
+
+def _write_part(
+    worker: Worker,
+    name: str,
+    documents: dict[int, Iterator[Documents]],
+    count_before: Callable[[int], int],
+    input_bytes: int,
+) -> PartRecord:
+    """Write a part with the documents of some files, given by their numbers; `count_before` as for `_PartEncoder`."""
+    with PartWriter(worker.folder, name) as writer:
+        encoder = _PartEncoder(worker, writer, count_before)
+        for source, blocks in documents.items():
+            try:
+                for block in blocks:
+                    encoder.add(source, block)
+            except DamagedFileError as error:
+                encoder.reject(source, writer.num_records(source), f"the rest of the file is damaged: {error}")
+        encoder.flush()
+        return writer.finish(input_bytes)
 
 
 class _PartEncoder:
@@ -212,10 +190,6 @@ class _PartEncoder:
             f"{found.path} {found.record_name} {self._count_before(source) + number + 1}: {reason}. (--on-bad-document "
             "skip skips and counts such records.)"
         )
-
-    def reject_rest(self, source: int, number: int, damage: str) -> None:
-        """Skip all records of a file from a number on, as one record, or raise."""
-        self.reject(source, number, f"the rest of the file is damaged: {damage}")
 
     def flush(self) -> None:
         """Encode and write the batch."""
@@ -267,109 +241,80 @@ def sample_texts(sources: Sequence[InputSource], keys: Sequence[str]) -> list[st
     return texts
 
 
-class WorkerDiedError(Exception):
-    """A worker process ended without an exception of its own. The text says how."""
-
-
-def run_tasks(work: Callable[[Task], Iterator[Result]], tasks: Sequence[Task], workers: int) -> Iterator[Result]:
+def run_tasks(work: Callable[[Task], Iterable[Result]], tasks: Sequence[Task], workers: int) -> Iterator[Result]:
     """Yield everything that `work` yields for the tasks, as it comes: in order only with one worker.
 
     Args:
-        work: called once per task. With several workers it runs in processes forked from this one (spawned where fork
-            is not safe, on macOS); tasks, results and exceptions are pickled.
-        tasks: handed out in order.
+        work: called once per task. With several workers it runs in processes forked from this one, which take the tasks
+            in order; results and exceptions are pickled.
+        tasks: its arguments.
         workers: number of processes; 1 works in this process.
 
     Raises:
-        WorkerDiedError: a worker was killed.
+        DataError: a worker was killed.
         Exception: what `work` raises. The other workers are stopped.
     """
-    workers = min(workers, len(tasks))
-    if workers <= 1:
+    if min(workers, len(tasks)) <= 1:
         for task in tasks:
             yield from work(task)
         return
-    is_forking = sys.platform == "linux"
-    context: Union[ForkContext, SpawnContext] = (
-        multiprocessing.get_context("fork") if is_forking else multiprocessing.get_context("spawn")
-    )
+    context = multiprocessing.get_context("fork")
+    num_taken = context.Value("q", 0)
     pool: dict[Connection, Any] = {}
     try:
-        for _ in range(workers):
-            ours, theirs = context.Pipe()
-            # A forked worker inherits the parent's ends of all pipes so far. Open, they would keep the pipes alive.
-            inherited = [*pool, ours] if is_forking else []
-            process = context.Process(target=_worker_main, args=(work, theirs, inherited), daemon=True)
+        for _ in range(min(workers, len(tasks))):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_run_worker, args=(work, tasks, num_taken, sender), daemon=True)
             process.start()
-            theirs.close()
-            pool[ours] = process
-        yield from _dispatch(pool, list(tasks))
+            sender.close()  # only the worker has it now, so that the pipe ends with the worker
+            pool[receiver] = process
+        running = set(pool)
+        while running:
+            for ready in wait(running):
+                assert isinstance(ready, Connection)
+                try:
+                    result = ready.recv()
+                except (EOFError, OSError):
+                    running.remove(ready)
+                    _check_exit(pool[ready], workers)
+                    continue
+                if isinstance(result, Exception):
+                    raise result
+                yield result
     finally:
-        for connection, process in pool.items():
-            connection.close()
+        for receiver, process in pool.items():
             process.terminate()
             process.join()
+            receiver.close()
 
 
-def _dispatch(pool: dict[Connection, Any], tasks: list[Any]) -> Iterator[Any]:
-    """Send the tasks to the workers, and yield their results."""
-    tasks.reverse()
-    num_queued = dict.fromkeys(pool, 0)
-
-    def send_tasks(connection: Connection) -> None:
-        # Near the end a worker gets one task at a time, so that none has two while another has none.
-        while tasks and (
-            not num_queued[connection] or (num_queued[connection] < QUEUED_TASKS and len(tasks) > len(pool))
-        ):
-            try:
-                connection.send(tasks.pop())
-            except BrokenPipeError as error:
-                raise WorkerDiedError(_describe_exit(pool[connection])) from error
-            num_queued[connection] += 1
-
-    for connection in pool:
-        send_tasks(connection)
-    while any(num_queued.values()):
-        for ready in wait([connection for connection, count in num_queued.items() if count]):
-            assert isinstance(ready, Connection)
-            try:
-                kind, content = ready.recv()
-            except (EOFError, ConnectionResetError) as error:
-                raise WorkerDiedError(_describe_exit(pool[ready])) from error
-            if kind == "raised":
-                raise content
-            if kind == "done":
-                num_queued[ready] -= 1
-                send_tasks(ready)
-            else:
-                yield content
-
-
-def _worker_main(work: Callable[[Any], Iterator[Any]], connection: Connection, inherited: list[Connection]) -> None:
+def _run_worker(
+    work: Callable[[Task], Iterable[Any]], tasks: Sequence[Task], num_taken: Any, sender: Connection
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent stops its workers
+    set_worker_death_signal(signal.SIGKILL)
     # There is one process per core already; the library `tokenizers` would start threads on top.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    for other in inherited:
-        other.close()
-    while True:
-        try:
-            task = connection.recv()
-        except (EOFError, ConnectionResetError):
-            return  # the parent is gone
-        try:
-            for result in work(task):
-                connection.send(("result", result))
-            connection.send(("done", None))
-        except BrokenPipeError:
-            return
-        except Exception as error:
-            connection.send(("raised", error))
-            return
+    try:
+        while True:
+            with num_taken.get_lock():
+                number = num_taken.value
+                num_taken.value += 1
+            if number >= len(tasks):
+                return
+            for result in work(tasks[number]):
+                sender.send(result)
+    except Exception as error:
+        sender.send(error)
 
 
-def _describe_exit(process: Any) -> str:
-    process.join(timeout=10)
+def _check_exit(process: Any, workers: int) -> None:
+    """Wait for the end of a worker, and check that it ended well."""
+    process.join()
     code = process.exitcode
-    if code is not None and code < 0:
-        return f"signal {signal.Signals(-code).name}"
-    return f"exit status {code}"
+    if code:
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+        raise DataError(
+            f"A tokenizer process died: {how}. The machine may be out of memory; use fewer --workers than {workers}. "
+            "Finished parts are kept: the same command resumes the job."
+        )

@@ -88,20 +88,10 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True)
 class EncoderChoice:
-    """An encoder, its kind (GIGATOKEN or LIBRARY), and the reason for the choice, for messages."""
+    """An encoder, and the reason for the choice, for messages."""
 
     encoder: Encoder
-    kind: str
     reason: str
-
-
-def build_encoder(tokenizer: Tokenizer, kind: str) -> Encoder:
-    """Build an encoder, GIGATOKEN or LIBRARY, without any check.
-
-    Raises:
-        UnsupportedTokenizerError: gigatoken is not installed, or does not support the tokenizer.
-    """
-    return GigatokenEncoder(tokenizer) if kind == GIGATOKEN else LibraryEncoder(tokenizer)
 
 
 def choose_encoder(tokenizer: Tokenizer, requested: str, sample: Sequence[str]) -> EncoderChoice:
@@ -116,7 +106,7 @@ def choose_encoder(tokenizer: Tokenizer, requested: str, sample: Sequence[str]) 
         CapabilityError: gigatoken was requested, and is not installed or fails the check.
     """
     if requested == LIBRARY:
-        return EncoderChoice(LibraryEncoder(tokenizer), LIBRARY, "as asked for")
+        return EncoderChoice(LibraryEncoder(tokenizer), "as asked for")
     try:
         encoder = GigatokenEncoder(tokenizer)
         encoder.check(SHAPES)
@@ -125,9 +115,9 @@ def choose_encoder(tokenizer: Tokenizer, requested: str, sample: Sequence[str]) 
     except (UnsupportedTokenizerError, EncoderMismatchError, DataError) as error:  # DataError: of the library itself
         if requested == GIGATOKEN:
             raise CapabilityError(f"--encoder gigatoken cannot be used: {error}") from error
-        return EncoderChoice(LibraryEncoder(tokenizer), LIBRARY, f"gigatoken is not used: {error}")
+        return EncoderChoice(LibraryEncoder(tokenizer), f"gigatoken is not used: {error}")
     reason = f"its ids equal those of the tokenizer's own library on {len(sample)} texts of this input"
-    return EncoderChoice(encoder, GIGATOKEN, reason)
+    return EncoderChoice(encoder, reason)
 
 
 def lost_fraction(tokenizer: Tokenizer, texts: Sequence[str]) -> float:

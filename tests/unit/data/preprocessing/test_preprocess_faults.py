@@ -230,6 +230,7 @@ def test_a_disk_that_fills_up_while_parts_are_joined(job, shard, monkeypatch, sm
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "copy_file_range", refuse)
+        patch.setattr(os, "write", refuse)
         with pytest.raises(OSError, match="No space left"):
             preprocess(job)
     assert shard_bytes(preprocess(job).shards[0][0]) == shard_bytes(shard)

@@ -7,7 +7,8 @@ import time
 import psutil
 import pytest
 
-from megafp8.data.preprocessing.workers import WorkerDiedError, run_tasks
+from megafp8.data.preprocessing.workers import run_tasks
+from megafp8.errors import DataError
 from megafp8.utils.process import ENDED_STATES, read_proc_stat
 
 
@@ -54,7 +55,7 @@ def test_an_error_of_a_task_is_raised(workers):
 
 
 def test_a_worker_that_is_killed_is_an_error():
-    with pytest.raises(WorkerDiedError, match="SIGKILL"):
+    with pytest.raises(DataError, match="process died: signal SIGKILL.*fewer --workers than 2"):
         list(run_tasks(die_at_five, range(20), 2))
 
 

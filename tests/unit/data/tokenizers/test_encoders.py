@@ -174,9 +174,9 @@ def test_gigatoken_restarts_when_its_cache_is_full(bpe, texts, monkeypatch):
 
 def test_gigatoken_is_chosen_where_it_agrees(bpe, texts):
     choice = choose_encoder(bpe, AUTO, texts)
-    assert choice.kind == GIGATOKEN
+    assert isinstance(choice.encoder, GigatokenEncoder)
     assert f"on {len(texts)} texts of this input" in choice.reason
-    assert choose_encoder(bpe, LIBRARY, texts).kind == LIBRARY
+    assert isinstance(choose_encoder(bpe, LIBRARY, texts).encoder, LibraryEncoder)
 
 
 class _Other:
@@ -195,7 +195,7 @@ class _Other:
 def test_a_difference_is_detected_before_and_during_the_job(bpe, texts):
     other = _Other(bpe, "Thing7")
     choice = choose_encoder(other, AUTO, texts)
-    assert choice.kind == LIBRARY
+    assert isinstance(choice.encoder, LibraryEncoder)
     assert "gigatoken is not used: near " in choice.reason
     with pytest.raises(CapabilityError, match="--encoder gigatoken cannot be used: near"):
         choose_encoder(other, GIGATOKEN, texts)
@@ -215,7 +215,8 @@ def test_a_library_that_rejects_a_probe_is_used_alone(bpe, texts, monkeypatch):
     probes, honest = probe_texts(), type(bpe).tokenize
     monkeypatch.setattr(type(bpe), "tokenize", reject)
     choice = choose_encoder(bpe, AUTO, texts)
-    assert choice.kind == LIBRARY and choice.reason == "gigatoken is not used: the tokenizer fails on this text"
+    assert isinstance(choice.encoder, LibraryEncoder)
+    assert choice.reason == "gigatoken is not used: the tokenizer fails on this text"
 
 
 def test_a_failure_of_gigatoken_is_a_difference(bpe, texts, monkeypatch):
@@ -248,14 +249,14 @@ def test_unsupported_tokenizers_use_the_library(tmp_path, corpus_file, tiktoken_
         with pytest.raises(UnsupportedTokenizerError, match=reason):
             GigatokenEncoder(tokenizer)
         choice = choose_encoder(tokenizer, AUTO, [])
-        assert choice.kind == LIBRARY
+        assert isinstance(choice.encoder, LibraryEncoder)
         assert reason in choice.reason
 
 
 def test_without_gigatoken(bpe, texts, monkeypatch):
     monkeypatch.setitem(sys.modules, "gigatoken", None)
     choice = choose_encoder(bpe, AUTO, texts)
-    assert choice.kind == LIBRARY
+    assert isinstance(choice.encoder, LibraryEncoder)
     assert "pip install 'megafp8[data]'" in choice.reason
     with pytest.raises(CapabilityError, match="cannot be imported"):
         choose_encoder(bpe, GIGATOKEN, texts)
