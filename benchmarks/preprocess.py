@@ -35,7 +35,7 @@ from benchmarks import timing
 from benchmarks.startup import process_times_ms
 from megafp8.config.schema import DataConfig
 from megafp8.data.preprocessing.corpus import stdlib_documents, stdlib_folder
-from megafp8.data.preprocessing.tokenizer_training import train_byte_bpe, train_sentencepiece
+from megafp8.data.preprocessing.tokenizer_training import train_tokenizer
 from megafp8.data.shards import load_manifest
 from megafp8.data.tokenizers.build import build_tokenizer
 
@@ -111,7 +111,7 @@ def make_cases(folder: Path, words: Optional[list[str]], vocab_size: int, sample
 
 
 def _byte_level(folder: Path, sample: Path, vocab_size: int) -> tuple[str, ...]:
-    train_byte_bpe([str(sample)], str(folder / "byte"), vocab_size=vocab_size)
+    train_tokenizer([str(sample)], str(folder / "byte"), vocab_size=vocab_size, model_type="byte-bpe")
     return "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder / "byte")
 
 
@@ -125,7 +125,7 @@ def _tiktoken(folder: Path, sample: Path, vocab_size: int) -> tuple[str, ...]:
 def _sentencepiece(kind: str, folder: Path, sample: Path, vocab_size: int) -> tuple[str, ...]:
     threads = os.cpu_count() or 1
     prefix = str(folder / kind)
-    train_sentencepiece([str(sample)], prefix, vocab_size=vocab_size // 4, model_type=kind, num_threads=threads)
+    train_tokenizer([str(sample)], prefix, vocab_size=vocab_size // 4, model_type=kind, num_threads=threads)
     return "--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", f"{prefix}.model"
 
 

@@ -54,15 +54,19 @@ def build_parser() -> argparse.ArgumentParser:
 
 def train(options: argparse.Namespace) -> tokenizer_training.TrainingSummary:
     """Train a tokenizer of the type that --model-type names."""
-    common = {
-        "vocab_size": options.vocab_size, "json_key": options.json_key, "max_text_bytes": options.max_text_bytes,
-        "max_document_bytes": options.max_document_bytes, "overwrite": options.overwrite, "on_message": print,
-    }  # fmt: skip
     if options.model_type == tokenizer_training.BYTE_BPE:
         os.environ["RAYON_NUM_THREADS"] = str(options.num_threads)  # the library reads it once
-        return tokenizer_training.train_byte_bpe(options.input, options.model_prefix, **common)
-    return tokenizer_training.train_sentencepiece(
-        options.input, options.model_prefix, model_type=options.model_type, num_threads=options.num_threads, **common
+    return tokenizer_training.train_tokenizer(
+        options.input,
+        options.model_prefix,
+        vocab_size=options.vocab_size,
+        model_type=options.model_type,
+        json_key=options.json_key,
+        max_text_bytes=options.max_text_bytes,
+        max_document_bytes=options.max_document_bytes,
+        num_threads=options.num_threads,
+        overwrite=options.overwrite,
+        on_message=print,
     )
 
 

@@ -33,7 +33,7 @@ from megafp8.checkpoint.save import save_checkpoint
 from megafp8.checkpoint.standalone import CheckpointTensors
 from megafp8.cli import convert
 from megafp8.config import flags
-from megafp8.data.preprocessing.tokenizer_training import train_byte_bpe
+from megafp8.data.preprocessing.tokenizer_training import train_tokenizer
 from megafp8.training.generation import generate_text
 from megafp8.training.language_model import load_language_model
 from megafp8.training.sampling import GREEDY
@@ -128,7 +128,7 @@ def with_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "corpus.jsonl").write_text(
         json.dumps({"text": Path(convert.__file__).read_text(encoding="utf-8")}) + "\n"
     )
-    train_byte_bpe([str(folder / "corpus.jsonl")], str(folder / "tokenizer"), vocab_size=300)
+    train_tokenizer([str(folder / "corpus.jsonl")], str(folder / "tokenizer"), vocab_size=300, model_type="byte-bpe")
     fields = LLAMA | {"vocab_size": 300, "num_hidden_layers": 1}
     theirs = write_hf_folder(folder / "theirs", fields, random_weights(fields, torch.bfloat16))
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -23,7 +23,7 @@ from forked_runs import ROOT
 from hf_folders import LLAMA, random_weights, write_hf_folder
 from small_run import TOKENS
 
-from megafp8.data.preprocessing.tokenizer_training import train_byte_bpe
+from megafp8.data.preprocessing.tokenizer_training import train_tokenizer
 
 TIMEOUT_S = 600
 
@@ -255,7 +255,7 @@ def give_llama(folder: Path) -> None:
     """A model of transformers under the name that docs/hugging_face.md converts, and text."""
     write_text(folder / "data/mine.jsonl")
     theirs = write_hf_folder(folder / "Meta-Llama-3-8B", ONE_LLAMA, random_weights(ONE_LLAMA, torch.bfloat16))
-    train_byte_bpe([str(folder / "data/mine.jsonl")], str(folder / "bpe"), vocab_size=300)
+    train_tokenizer([str(folder / "data/mine.jsonl")], str(folder / "bpe"), vocab_size=300, model_type="byte-bpe")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(folder / "bpe" / name, theirs)
 

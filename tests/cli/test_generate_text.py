@@ -12,7 +12,7 @@ from forked_script import run_script
 from saved_run import configure, save_initial
 
 from megafp8.cli import generate as cli_generate
-from megafp8.data.preprocessing.tokenizer_training import train_sentencepiece
+from megafp8.data.preprocessing.tokenizer_training import train_tokenizer
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "generate_text.py"
 PROMPT = "Grüße, 世界 🙂\n\tdef"
@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
     corpus.write_text(
         json.dumps({"text": Path(cli_generate.__file__).read_text(encoding="utf-8")}) + "\n", encoding="utf-8"
     )
-    model = train_sentencepiece([str(corpus)], str(folder / "before"), vocab_size=350).model_path
+    model = train_tokenizer([str(corpus)], str(folder / "before"), vocab_size=350).model_path
     config = configure("--model-preset tiny --fp8-format hybrid --fp8-recipe tensorwise --no-save-optim", model)
     save_initial(folder / "run", config)
     model.rename(folder / "tokenizer.model")
@@ -99,7 +99,7 @@ def test_a_tokenizer_that_moved_is_named_with_its_flag(folder) -> None:
 
 
 def test_a_tokenizer_of_another_size_is_refused(folder, tmp_path) -> None:
-    other = train_sentencepiece([str(folder / "corpus.jsonl")], str(tmp_path / "other"), vocab_size=400).model_path
+    other = train_tokenizer([str(folder / "corpus.jsonl")], str(tmp_path / "other"), vocab_size=400).model_path
     result = generate("--load", folder / "run", "--tokenizer-model", other)
     assert result.returncode == 66
     assert "has 400 tokens and the embedding" in result.stderr

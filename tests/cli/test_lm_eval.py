@@ -18,7 +18,7 @@ from saved_run import save_initial
 
 from megafp8.checkpoint.convert.to_huggingface import ExportOptions, plan_export
 from megafp8.config import flags
-from megafp8.data.preprocessing.tokenizer_training import train_byte_bpe
+from megafp8.data.preprocessing.tokenizer_training import train_tokenizer
 from megafp8.data.tokenizers.build import build_tokenizer
 
 pytestmark = [
@@ -57,7 +57,9 @@ def bits_per_byte(folder: Path, tokenizer_file: Path) -> float:
 def test_the_harness_measures_the_same_bits_per_byte(tmp_path: Path) -> None:
     corpus = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in TEXTS)
     (tmp_path / "held_out.jsonl").write_text(corpus, encoding="utf-8")
-    train_byte_bpe([str(tmp_path / "held_out.jsonl")], str(tmp_path / "tokenizer"), vocab_size=270)
+    train_tokenizer(
+        [str(tmp_path / "held_out.jsonl")], str(tmp_path / "tokenizer"), vocab_size=270, model_type="byte-bpe"
+    )
     tokenizer_file = tmp_path / "tokenizer/tokenizer.json"
     config = flags.parse(
         f"{MODEL} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {tokenizer_file}".split()

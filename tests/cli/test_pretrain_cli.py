@@ -18,7 +18,7 @@ from megafp8.cli import pretrain
 from megafp8.config import flags as config_flags
 from megafp8.config import settings
 from megafp8.config.model_shapes import PRESETS
-from megafp8.data.preprocessing.tokenizer_training import train_sentencepiece
+from megafp8.data.preprocessing.tokenizer_training import train_tokenizer
 from megafp8.errors import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -282,7 +282,7 @@ def test_dry_run_for_a_gpu_machine_plans_transformer_engines_optimizer_state(cap
 def test_dry_run_reads_a_real_tokenizer(capsys, tmp_path) -> None:
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text(json.dumps({"text": Path(__file__).read_text(encoding="utf-8")}) + "\n", encoding="utf-8")
-    model = train_sentencepiece([str(corpus)], str(tmp_path / "tokenizer"), vocab_size=400).model_path
+    model = train_tokenizer([str(corpus)], str(tmp_path / "tokenizer"), vocab_size=400).model_path
     plan = plan_of(
         capsys,
         f"--model-preset tiny --seq-length 64 {TRAINING} --mock-data --tokenizer-type SentencePieceTokenizer "

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import sentencepiece
 
@@ -35,7 +36,6 @@ BYTE_BPE = "byte-bpe"
 MODEL_TYPES = ("bpe", "unigram", BYTE_BPE)
 END_OF_TEXT = "<|endoftext|>"
 NUM_FIXED_BYTE_TOKENS = 256 + 1  # bytes; end of text
-BYTE_BPE_FILES = ("vocab.json", "merges.txt", "tokenizer_config.json", "tokenizer.json")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class TrainingSummary:
     trained: bool
 
 
-def train_sentencepiece(
+def train_tokenizer(
     inputs: Sequence[str],
     model_prefix: str,
     *,
@@ -61,125 +61,73 @@ def train_sentencepiece(
     overwrite: bool = False,
     on_message: Callable[[str], None] = lambda _: None,
 ) -> TrainingSummary:
-    """Train `PREFIX.model`, check that it is lossless, and write it atomically, with a readable `PREFIX.vocab`.
+    """Train a tokenizer, check that it is lossless, and write each of its files atomically.
 
-    `PREFIX.json` records settings and inputs. If it shows that the same training was done, nothing is done.
+    A SentencePiece model is `PREFIX.model`, with a readable `PREFIX.vocab`. A byte-level BPE is the folder PREFIX, with
+    `tokenizer.json` and `tokenizer_config.json` for HuggingFaceTokenizer, and `vocab.json` and `merges.txt` for
+    GPT2BPETokenizer, which give the same ids; <|endoftext|> is id 0.
+
+    `PREFIX.json`, or `training.json` in the folder, records settings and inputs. If it shows that the same training was
+    done, nothing is done.
 
     Args:
         inputs: files, folders and glob patterns, see `sources.find_sources`.
-        model_prefix: path without suffix.
-        vocab_size: number of pieces, including 261 fixed ones.
-        model_type: bpe or unigram.
+        model_prefix: path without suffix, or the folder.
+        vocab_size: number of ids, including 261 fixed ones, or 257 of a byte-level BPE.
+        model_type: one of MODEL_TYPES.
         json_key: key of the text in JSONL.
-        max_text_bytes: train on the documents that begin within so much text; the trainer holds them in memory.
+        max_text_bytes: train on the documents that begin within so much text. SentencePiece holds them in memory; the
+            memory for a byte-level BPE grows with the number of different words.
         max_document_bytes: a longer document is an error.
-        num_threads: threads of the trainer.
+        num_threads: threads of SentencePiece.
         overwrite: train even if another model exists.
         on_message: called with messages for the user: files that are left out.
 
     Raises:
+        CapabilityError: the library `tokenizers`, which trains a byte-level BPE, is not installed.
         DataError: inputs that cannot be read, too little text for the vocabulary, another model exists, or a text that
             is not decoded exactly.
         OSError: the model cannot be written.
     """
     sources = find_sources(inputs, on_message=on_message, max_document_bytes=max_document_bytes)
-    settings = _settings(sources, vocab_size, model_type, json_key, max_text_bytes)
-    model_path, record_path = Path(f"{model_prefix}.model"), Path(f"{model_prefix}.json")
+    settings = {
+        "vocab_size": vocab_size,
+        "model_type": model_type,
+        "json_key": json_key,
+        "max_text_bytes": max_text_bytes,
+        "inputs": [{"bytes": source.num_bytes, "sha256": file_sha256(source.path)} for source in sources],
+    }
+    if model_type == BYTE_BPE:
+        start, model_name, record_name = f"{model_prefix}/", "tokenizer.json", "training.json"
+        num_fixed, fixed = NUM_FIXED_BYTE_TOKENS, "tokens"
+    else:
+        start, model_name, record_name = model_prefix, ".model", ".json"
+        num_fixed, fixed = NUM_FIXED_PIECES, "pieces"
+    model_path, record_path = Path(start + model_name), Path(start + record_name)
     if model_path.exists() and not overwrite:
         return _load_finished(model_path, record_path, settings)
-    if vocab_size <= NUM_FIXED_PIECES:
-        raise DataError(
-            f"--vocab-size {vocab_size} must be larger than the number of fixed pieces, {NUM_FIXED_PIECES}."
-        )
+    if vocab_size <= num_fixed:
+        raise DataError(f"--vocab-size {vocab_size} must be larger than the number of fixed {fixed}, {num_fixed}.")
 
     texts = _first_texts(sources, json_key, max_text_bytes)
-    model = _train_sentencepiece_model(texts, vocab_size, model_type, num_threads)
-    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-    verified = check_lossless(processor.encode, processor.decode, read_texts(sources, json_key))
+    if model_type == BYTE_BPE:
+        trained = _train_byte_bpe(texts, vocab_size)
+    else:
+        trained = _train_sentencepiece(texts, vocab_size, model_type, num_threads)
+    num_exact, num_lossy = check_lossless(trained.encode, trained.decode, read_texts(sources, json_key))
 
     record_path.unlink(missing_ok=True)  # it must not describe a model that is not complete
-    with atomic_write(model_path) as stream:
-        stream.write(model)
-    with atomic_write(Path(f"{model_prefix}.vocab")) as stream:
-        for piece in range(processor.get_piece_size()):
-            text = processor.id_to_piece(piece).replace("\n", "\\n").replace("\t", "\\t")
-            stream.write(f"{text}\t{processor.get_score(piece):g}\n".encode())
-    return _write_record(record_path, settings, TrainingSummary(model_path, *verified, trained=True))
-
-
-def train_byte_bpe(
-    inputs: Sequence[str],
-    folder: str,
-    *,
-    vocab_size: int,
-    json_key: str = "text",
-    max_text_bytes: Optional[int] = None,
-    max_document_bytes: int = MAX_DOCUMENT_BYTES,
-    overwrite: bool = False,
-    on_message: Callable[[str], None] = lambda _: None,
-) -> TrainingSummary:
-    """Train a byte-level BPE as GPT-2's, with <|endoftext|> as id 0, check that it is lossless, and write it.
-
-    The folder gets `tokenizer.json` and `tokenizer_config.json` for HuggingFaceTokenizer, and `vocab.json` and
-    `merges.txt` for GPT2BPETokenizer, which give the same ids. `training.json` records settings and inputs. If it shows
-    that the same training was done, nothing is done.
-
-    Args:
-        folder: output folder; created if missing.
-        vocab_size: number of tokens, including 257 fixed ones.
-        inputs, json_key, max_text_bytes, max_document_bytes, overwrite, on_message: as for `train_sentencepiece`. The
-            memory of the trainer grows with the number of different words.
-
-    Raises:
-        CapabilityError: the library `tokenizers` is not installed.
-        DataError, OSError: as `train_sentencepiece`.
-    """
-    tokenizers = load_library("tokenizers", "HuggingFaceTokenizer")
-    sources = find_sources(inputs, on_message=on_message, max_document_bytes=max_document_bytes)
-    settings = _settings(sources, vocab_size, BYTE_BPE, json_key, max_text_bytes)
-    model_path, record_path = Path(folder) / "tokenizer.json", Path(folder) / "training.json"
-    if model_path.exists() and not overwrite:
-        return _load_finished(model_path, record_path, settings)
-    if vocab_size <= NUM_FIXED_BYTE_TOKENS:
-        raise DataError(
-            f"--vocab-size {vocab_size} must be larger than the number of fixed tokens, {NUM_FIXED_BYTE_TOKENS}."
-        )
-
-    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = byte_level, tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=byte_level.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_first_texts(sources, json_key, max_text_bytes), trainer)
-    if tokenizer.get_vocab_size() < vocab_size:
-        raise DataError(
-            f"Only {tokenizer.get_vocab_size()} tokens could be learned from this text. Use more text, or a smaller "
-            f"--vocab-size than {vocab_size}."
-        )
-    num_verified, _ = check_lossless(
-        lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
-        lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
-        read_texts(sources, json_key),
-    )
-
-    record_path.unlink(missing_ok=True)  # it must not describe a model that is not complete
-    with tempfile.TemporaryDirectory() as temporary:
-        try:
-            tokenizer.model.save(temporary)
-            tokenizer.save(str(Path(temporary) / "tokenizer.json"))
-        except Exception as error:
-            if type(error) is not Exception:  # the library has no class of its own for a failed write
-                raise
-            raise OSError(errno.EIO, str(error), temporary) from error
-        atomic_write_json(Path(temporary) / "tokenizer_config.json", {"eos_token": END_OF_TEXT})
-        for name in BYTE_BPE_FILES:
-            with atomic_write(Path(folder) / name) as stream:
-                stream.write((Path(temporary) / name).read_bytes())
-    return _write_record(record_path, settings, TrainingSummary(model_path, num_verified, 0, trained=True))
+    for name, content in trained.files.items():
+        with atomic_write(start + name) as stream:
+            stream.write(content)
+    record = {
+        "settings": settings,
+        "model_sha256": file_sha256(model_path),
+        "num_verified_documents": num_exact,
+        "num_lossy_documents": num_lossy,
+    }
+    atomic_write_json(record_path, record)
+    return TrainingSummary(model_path, num_exact, num_lossy, trained=True)
 
 
 def check_lossless(
@@ -209,8 +157,16 @@ def check_lossless(
     return num_exact, num_lossy
 
 
-def _train_sentencepiece_model(texts: Iterator[str], vocab_size: int, model_type: str, num_threads: int) -> bytes:
-    """Run the trainer on the lines of `texts`; return the bytes of the model."""
+class _Trained(NamedTuple):
+    """A tokenizer in memory: its functions, and the content of its files, in the order of writing."""
+
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
+    files: dict[str, bytes]
+
+
+def _train_sentencepiece(texts: Iterator[str], vocab_size: int, model_type: str, num_threads: int) -> _Trained:
+    """Run the trainer on the lines of `texts`."""
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -239,7 +195,47 @@ def _train_sentencepiece_model(texts: Iterator[str], vocab_size: int, model_type
             f"SentencePiece could not train {vocab_size} pieces ({model_type}) on this text: {error} Use more text or "
             "another --vocab-size."
         ) from error
-    return model.getvalue()
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    lines = []
+    for piece in range(processor.get_piece_size()):
+        text = processor.id_to_piece(piece).replace("\n", "\\n").replace("\t", "\\t")
+        lines.append(f"{text}\t{processor.get_score(piece):g}\n")
+    files = {".model": model.getvalue(), ".vocab": "".join(lines).encode()}
+    return _Trained(processor.encode, processor.decode, files)
+
+
+def _train_byte_bpe(texts: Iterator[str], vocab_size: int) -> _Trained:
+    tokenizers = load_library("tokenizers", "HuggingFaceTokenizer")
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = byte_level, tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=byte_level.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    if tokenizer.get_vocab_size() < vocab_size:
+        raise DataError(
+            f"Only {tokenizer.get_vocab_size()} tokens could be learned from this text. Use more text, or a smaller "
+            f"--vocab-size than {vocab_size}."
+        )
+    with tempfile.TemporaryDirectory() as temporary:
+        try:
+            tokenizer.model.save(temporary)
+        except Exception as error:
+            if type(error) is not Exception:  # the library has no class of its own for a failed write
+                raise
+            raise OSError(errno.EIO, str(error), temporary) from error
+        files = {name: Path(temporary, name).read_bytes() for name in ("vocab.json", "merges.txt")}
+    files["tokenizer_config.json"] = (json.dumps({"eos_token": END_OF_TEXT}, indent=2) + "\n").encode()
+    files["tokenizer.json"] = tokenizer.to_str(pretty=True).encode()
+    return _Trained(
+        lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
+        lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
+        files,
+    )
 
 
 def _split_lines(texts: Iterator[str]) -> Iterator[str]:
@@ -258,31 +254,6 @@ def _first_texts(sources: Sequence[InputSource], json_key: str, max_bytes: Optio
             return
         num_bytes += len(text.encode("utf-8"))
         yield text
-
-
-def _settings(
-    sources: Sequence[InputSource], vocab_size: int, model_type: str, json_key: str, max_text_bytes: Optional[int]
-) -> dict[str, Any]:
-    """Everything that decides the model."""
-    return {
-        "vocab_size": vocab_size,
-        "model_type": model_type,
-        "json_key": json_key,
-        "max_text_bytes": max_text_bytes,
-        "inputs": [{"bytes": source.num_bytes, "sha256": file_sha256(source.path)} for source in sources],
-    }
-
-
-def _write_record(record_path: Path, settings: dict[str, Any], summary: TrainingSummary) -> TrainingSummary:
-    """Record what a model was made from, as the last step of a training."""
-    record = {
-        "settings": settings,
-        "model_sha256": file_sha256(summary.model_path),
-        "num_verified_documents": summary.num_verified_documents,
-        "num_lossy_documents": summary.num_lossy_documents,
-    }
-    atomic_write_json(record_path, record)
-    return summary
 
 
 def _load_finished(model_path: Path, record_path: Path, settings: dict[str, Any]) -> TrainingSummary:

@@ -12,7 +12,7 @@ from megafp8.data.preprocessing import plan
 from megafp8.data.preprocessing import preprocess as preprocess_module
 from megafp8.data.preprocessing.plan import PreprocessJob
 from megafp8.data.preprocessing.preprocess import preprocess
-from megafp8.data.preprocessing.tokenizer_training import train_sentencepiece
+from megafp8.data.preprocessing.tokenizer_training import train_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +33,7 @@ def corpus_file(tmp_path_factory: pytest.TempPathFactory, documents: list[str]) 
 @pytest.fixture(scope="session")
 def tokenizer_config(tmp_path_factory: pytest.TempPathFactory, corpus_file: Path) -> DataConfig:
     prefix = tmp_path_factory.mktemp("tokenizer") / "tokenizer"
-    train_sentencepiece([str(corpus_file)], str(prefix), vocab_size=320)
+    train_tokenizer([str(corpus_file)], str(prefix), vocab_size=320)
     return DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=f"{prefix}.model")
 
 

@@ -33,7 +33,7 @@ from megafp8.checkpoint.convert.tokenizer import (
     write_tokenizer,
 )
 from megafp8.config.schema import DataConfig
-from megafp8.data.preprocessing.tokenizer_training import train_byte_bpe, train_sentencepiece
+from megafp8.data.preprocessing.tokenizer_training import train_tokenizer
 from megafp8.data.tokenizers.build import build_tokenizer
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -130,10 +130,12 @@ def test_a_tokenizer_gives_equal_ids_in_transformers(transformers: ModuleType, k
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text(json.dumps({"text": Path(__file__).read_text(encoding="utf-8")}) + "\n", encoding="utf-8")
     if kind == "SentencePieceTokenizer":
-        model = train_sentencepiece([str(corpus)], str(tmp_path / "model"), vocab_size=350).model_path
+        model = train_tokenizer([str(corpus)], str(tmp_path / "model"), vocab_size=350).model_path
         data = DataConfig(tokenizer_type=kind, tokenizer_model=str(model))
     else:
-        model = train_byte_bpe([str(corpus)], str(tmp_path / "model"), vocab_size=300).model_path
+        model = train_tokenizer(
+            [str(corpus)], str(tmp_path / "model"), vocab_size=300, model_type="byte-bpe"
+        ).model_path
         files = {"vocab_file": str(model.parent / "vocab.json"), "merge_file": str(model.parent / "merges.txt")}
         files = files if kind == "GPT2BPETokenizer" else {"tokenizer_model": str(model)}
         data = DataConfig(tokenizer_type=kind, **files)
@@ -157,7 +159,7 @@ def test_the_model_of_the_quickstart_loads_with_its_tokenizer(transformers: Modu
     model = re.search(r"^model=\((.*?)\)", script, re.M | re.S)
     assert model is not None
     (tmp_path / "corpus.jsonl").write_text(json.dumps({"text": Path(__file__).read_text(encoding="utf-8")}) + "\n")
-    tokenizer_model = train_sentencepiece(
+    tokenizer_model = train_tokenizer(
         [str(tmp_path / "corpus.jsonl")], str(tmp_path / "model"), vocab_size=350
     ).model_path
     save_initial(tmp_path / "run", configure(model[1], tokenizer_model))

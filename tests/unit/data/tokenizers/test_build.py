@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megafp8.config.schema import DataConfig
-from megafp8.data.preprocessing.tokenizer_training import train_sentencepiece
+from megafp8.data.preprocessing.tokenizer_training import train_tokenizer
 from megafp8.data.tokenizers.build import SENTENCEPIECE_TYPES, build_tokenizer, tokenizer_settings
 from megafp8.errors import CapabilityError, ConfigError, DataError
 
@@ -80,10 +80,10 @@ def test_retraining_under_the_same_path_is_noticed(tmp_path, corpus_file):
     some = tmp_path / "some.jsonl"
     some.write_bytes(b"".join(corpus_file.read_bytes().splitlines(keepends=True)[:40]))
 
-    train_sentencepiece([str(corpus_file)], str(tmp_path / "t"), vocab_size=320)
+    train_tokenizer([str(corpus_file)], str(tmp_path / "t"), vocab_size=320)
     before = build_tokenizer(data).unique_identifiers
     assert build_tokenizer(data).unique_identifiers == before
-    train_sentencepiece([str(some)], str(tmp_path / "t"), vocab_size=320, overwrite=True)
+    train_tokenizer([str(some)], str(tmp_path / "t"), vocab_size=320, overwrite=True)
     assert build_tokenizer(data).unique_identifiers != before
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megafp8.config.schema import DataConfig
-from megafp8.data.preprocessing.tokenizer_training import train_sentencepiece
+from megafp8.data.preprocessing.tokenizer_training import train_tokenizer
 from megafp8.data.tokenizers.build import AUTO, GIGATOKEN, LIBRARY, Tokenizer, build_tokenizer
 from megafp8.data.tokenizers.encoders import (
     SHAPES,
@@ -235,7 +235,7 @@ def test_a_failure_of_gigatoken_is_a_difference(bpe, texts, monkeypatch):
 
 def test_unsupported_tokenizers_use_the_library(tmp_path, corpus_file, tiktoken_ranks):
     pytest.importorskip("gigatoken")
-    train_sentencepiece([str(corpus_file)], str(tmp_path / "unigram"), vocab_size=301, model_type="unigram")
+    train_tokenizer([str(corpus_file)], str(tmp_path / "unigram"), vocab_size=301, model_type="unigram")
     unigram = DataConfig(tokenizer_type="Llama2Tokenizer", tokenizer_model=str(tmp_path / "unigram.model"))
     v1 = DataConfig(
         tokenizer_type="TikTokenizer", tokenizer_model=tiktoken_ranks.tokenizer_model, tiktoken_pattern="v1"
