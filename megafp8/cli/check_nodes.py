@@ -19,6 +19,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+from megafp8.cli.command_flags import add_flags, argument, float_flag, int_flag, switch
 from megafp8.cli.common import build_command_parser, returns_exit_status, stderr_log
 from megafp8.errors import INTERNAL
 from megafp8.launch import node_check
@@ -30,34 +31,22 @@ log = stderr_log("nodes: ")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = build_command_parser(__doc__)
-    parser.add_argument("what", choices=("measure", "judge"), help="measure: on every node; judge: once afterwards")
-    parser.add_argument(
-        "folder",
-        type=path_argument,
-        metavar="FOLDER",
-        help="folder of the reports, a new one for each start of the job",
-    )
-    parser.add_argument(
-        "--nodes", nargs="+", required=True, metavar="NODE", help="all nodes of the job, in the same order everywhere"
-    )
-    parser.add_argument(
-        "--addresses", nargs="+", default=[], metavar="HOST",
-        help="addresses of the nodes, in the same order (default: their names)",
+    return add_flags(
+        build_command_parser(__doc__),
+        argument("what", "measure: on every node; judge: once afterwards", choices=("measure", "judge")),
+        argument("folder", "folder of the reports, a new one for each start of the job", type=path_argument,
+                 metavar="FOLDER"),
+        argument("--nodes", "all nodes of the job, in the same order everywhere", nargs="+", required=True,
+                 metavar="NODE"),
+        argument("--addresses", "addresses of the nodes, in the same order (default: their names)", nargs="+",
+                 default=[], metavar="HOST"),
+        int_flag("--gpus", "required GPUs per node (default: 0)", default=0),
+        int_flag("--port", "first of 100 ports to use (default %(default)s)", default=29600),
+        float_flag("--timeout-s", "timeout of each all-reduce, in seconds (default %(default)g)",
+                   default=node_check.COLLECTIVE_TIMEOUT_S, metavar="S"),
+        switch("--requeue", "requeue the job without unusable nodes"),
+        int_flag("--max-requeues", "maximum number of requeues (default %(default)s)", default=100),
     )  # fmt: skip
-    parser.add_argument("--gpus", type=int, default=0, metavar="N", help="required GPUs per node (default: 0)")
-    parser.add_argument(
-        "--port", type=int, default=29600, metavar="N", help="first of 100 ports to use (default %(default)s)"
-    )
-    parser.add_argument(
-        "--timeout-s", type=float, default=node_check.COLLECTIVE_TIMEOUT_S, metavar="S",
-        help="timeout of each all-reduce, in seconds (default %(default)g)",
-    )  # fmt: skip
-    parser.add_argument("--requeue", action="store_true", help="requeue the job without unusable nodes")
-    parser.add_argument(
-        "--max-requeues", type=int, default=100, metavar="N", help="maximum number of requeues (default %(default)s)"
-    )
-    return parser
 
 
 @returns_exit_status("check-nodes")

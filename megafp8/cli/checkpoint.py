@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from megafp8.checkpoint import directory, manifest
+from megafp8.cli.command_flags import add_flags, argument, int_flag, switch
 from megafp8.cli.common import build_command_parser, install_patches, returns_exit_status
 from megafp8.errors import CheckpointError, ConfigError
 from megafp8.utils.files import path_argument
@@ -45,25 +46,23 @@ def build_parser() -> argparse.ArgumentParser:
         ("seal", "write a manifest for a checkpoint that has none"),
     ):
         command = commands.add_parser(name, help=help_text, description=help_text)
-        command.add_argument("folder", type=path_argument, help="folder of a run or of one checkpoint")
-        command.add_argument("--json", action="store_true", help="print JSON instead of text")
+        add_flags(
+            command,
+            argument("folder", "folder of a run or of one checkpoint", type=path_argument),
+            switch("--json", "print JSON instead of text"),
+        )  # fmt: skip
         if name in ("verify", "show", "hash"):
             text = "this step only" if name == "verify" else "this step; default the newest"
             command.add_argument("--ckpt-step", type=int, metavar="N", help=text)
         if name == "show":
             command.add_argument("--tensors", action="store_true", help="name every tensor")
         if name == "prune":
-            command.add_argument(
-                "--ckpt-keep",
-                type=int,
-                required=True,
-                metavar="N",
-                help="number of newest checkpoints to keep, at least 1",
-            )
-            command.add_argument(
-                "--set-aside", action="store_true", help="also delete .corrupt and .retired checkpoints"
-            )
-            command.add_argument("--dry-run", action="store_true", help="print what would be deleted and stop")
+            add_flags(
+                command,
+                int_flag("--ckpt-keep", "number of newest checkpoints to keep, at least 1", required=True),
+                switch("--set-aside", "also delete .corrupt and .retired checkpoints"),
+                switch("--dry-run", "print what would be deleted and stop"),
+            )  # fmt: skip
     return parser
 
 

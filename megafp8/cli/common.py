@@ -121,8 +121,16 @@ def read_tokenizer_flags(options: argparse.Namespace) -> tuple[DataConfig, Optio
     return DataConfig(**values), getattr(options, _VOCAB_SIZE)
 
 
-def add_tokenizer_file_flags(group: Any) -> None:
-    """Add a flag for each file of a tokenizer, for tools that know the rest from a checkpoint."""
+def add_tokenizer_file_flags(parser: argparse.ArgumentParser, type_help: Optional[str] = None) -> None:
+    """Add a group with a flag for each file of a tokenizer, for tools that know the rest from a checkpoint.
+
+    Args:
+        type_help: of --tokenizer-type; None: without that flag.
+    """
+    files = "current paths of its files; default as in training"
+    group = parser.add_argument_group("tokenizer", f"type and {files}" if type_help else files)
+    if type_help:
+        group.add_argument("--tokenizer-type", metavar="TYPE", help=type_help)
     for name in TOKENIZER_FILES:
         group.add_argument("--" + name.replace("_", "-"), type=path_text, metavar="F")
 

@@ -16,47 +16,37 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from megafp8.cli.command_flags import add_flags, argument, float_flag, path_flag, switch
 from megafp8.cli.common import Parser, build_command_parser, returns_exit_status
 from megafp8.errors import ConfigError
-from megafp8.utils.files import path_argument, path_text, visible
+from megafp8.utils.files import path_text, visible
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = build_command_parser(__doc__, Parser)
-    parser.add_argument("runs", nargs="+", type=path_text, metavar="RUN", help="folder of a run (its --save)")
-    parser.add_argument(
-        "--baseline", type=path_text, metavar="RUN", help="run or recipe to compare with; default: the first"
-    )
-    parser.add_argument(
-        "--output-dir", type=path_argument,
-        help="write report.html, comparison.md, comparison.json, gaps.svg and loss_curves.png here",
+    parser = add_flags(
+        build_command_parser(__doc__, Parser),
+        argument("runs", "folder of a run (its --save)", nargs="+", type=path_text, metavar="RUN"),
+        argument("--baseline", "run or recipe to compare with; default: the first", type=path_text, metavar="RUN"),
+        path_flag("--output-dir", "write report.html, comparison.md, comparison.json, gaps.svg and loss_curves.png "
+                  "here"),
+        switch("--json", "print JSON instead of the table"),
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    add_flags(parser)
+    add_comparison_flags(parser)
     return parser
 
 
-def add_flags(group: Any) -> None:
+def add_comparison_flags(group: Any) -> None:
     """Add the flags of a comparison to a parser or a group of one."""
-    group.add_argument(
-        "--bound", type=float, default=0.5, metavar="PERCENT",
-        help="accepted increase of the validation loss over the baseline (default %(default)g)",
+    add_flags(
+        group,
+        float_flag("--bound", "accepted increase of the validation loss over the baseline (default %(default)g)",
+                   default=0.5, metavar="PERCENT"),
+        float_flag("--confidence", "confidence level of the intervals (default %(default)g)", default=95.0,
+                   metavar="PERCENT"),
+        switch("--include-unfinished", "also show results of unfinished runs; their recipes get no verdict"),
+        argument("--warmup-steps", "first steps to leave out of the speed (default %(default)s)", type=int, default=10),
+        argument("--title", "title of the page and the plots", default="Comparison of recipes"),
     )  # fmt: skip
-    group.add_argument(
-        "--confidence",
-        type=float,
-        default=95.0,
-        metavar="PERCENT",
-        help="confidence level of the intervals (default %(default)g)",
-    )
-    group.add_argument(
-        "--include-unfinished", action="store_true",
-        help="also show results of unfinished runs; their recipes get no verdict",
-    )  # fmt: skip
-    group.add_argument(
-        "--warmup-steps", type=int, default=10, help="first steps to leave out of the speed (default %(default)s)"
-    )
-    group.add_argument("--title", default="Comparison of recipes", help="title of the page and the plots")
 
 
 def problems_of(arguments: argparse.Namespace) -> list[str]:

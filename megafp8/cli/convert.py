@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megafp8.cli import common
+from megafp8.cli.command_flags import add_flags, argument, int_flag, switch
 from megafp8.errors import ConfigError
 from megafp8.recipes import registry
 from megafp8.utils.files import path_argument
@@ -49,56 +50,37 @@ def build_parser() -> argparse.ArgumentParser:
     parser = common.build_command_parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     to_hf = commands.add_parser("to-hf", help="convert a checkpoint to a folder that transformers reads")
-    to_hf.add_argument(
-        "source", type=path_argument, metavar="RUN", help="folder of a run (its --save) or of one checkpoint"
-    )
-    to_hf.add_argument("output", type=path_argument, metavar="OUT", help="folder to create")
-    to_hf.add_argument("--ckpt-step", type=int, metavar="N", help="checkpoint to convert; default the newest")
-    to_hf.add_argument("--fp8", action="store_true", help="write the weights of linear layers as FP8 codes and scales")
-    to_hf.add_argument(
-        "--fp8-recipe", choices=registry.with_export_form(),
-        help="recipe of --fp8: blocks of 128 x 128 as in DeepSeek-V3, or one scale per tensor or channel as in "
-        "compressed-tensors; "
-        "default the run's",
+    add_flags(
+        to_hf,
+        argument("source", "folder of a run (its --save) or of one checkpoint", type=path_argument, metavar="RUN"),
+        argument("output", "folder to create", type=path_argument, metavar="OUT"),
+        int_flag("--ckpt-step", "checkpoint to convert; default the newest"),
+        switch("--fp8", "write the weights of linear layers as FP8 codes and scales"),
+        argument("--fp8-recipe", "recipe of --fp8: blocks of 128 x 128 as in DeepSeek-V3, or one scale per tensor or "
+                 "channel as in compressed-tensors; default the run's", choices=registry.with_export_form()),
+        argument("--max-shard-size", "maximum file size, such as 500MB or 5GB (default 5GB)", type=num_bytes,
+                 default=num_bytes("5GB"), metavar="SIZE"),
+        argument("--model-type", "family to write, a model_type of config.json such as qwen3; default the first that "
+                 "has the model's features", metavar="TYPE"),
+        switch("--ignore-overrides", "convert although the run had --override transformer.FIELD=..."),
+        switch("--drop-mtp-layers", "leave out the layers of multi-token prediction, which are not converted"),
     )  # fmt: skip
-    to_hf.add_argument(
-        "--max-shard-size", type=num_bytes, default=num_bytes("5GB"), metavar="SIZE",
-        help="maximum file size, such as 500MB or 5GB (default 5GB)",
-    )  # fmt: skip
-    to_hf.add_argument(
-        "--model-type", metavar="TYPE",
-        help="family to write, a model_type of config.json such as qwen3; default the first that has the model's "
-        "features",
-    )  # fmt: skip
-    to_hf.add_argument(
-        "--ignore-overrides", action="store_true", help="convert although the run had --override transformer.FIELD=..."
-    )
-    to_hf.add_argument(
-        "--drop-mtp-layers",
-        action="store_true",
-        help="leave out the layers of multi-token prediction, which are not converted",
-    )
-    group = to_hf.add_argument_group("tokenizer", "current paths of its files; default as in training")
-    common.add_tokenizer_file_flags(group)
+    common.add_tokenizer_file_flags(to_hf)
     from_hf = commands.add_parser("from-hf", help="convert such a folder to a checkpoint to train from")
-    from_hf.add_argument("source", type=path_argument, metavar="FOLDER", help="with config.json and safetensors")
-    from_hf.add_argument(
-        "output", type=path_argument, metavar="OUT", help="run folder to create, with a checkpoint of step 0"
-    )
-    from_hf.add_argument(
-        "--make-vocab-size-divisible-by", type=int, metavar="N", help="pad the vocabulary to a multiple (default 128)"
-    )
-    from_hf.add_argument(
-        "--drop-mtp-layers", action="store_true",
-        help="leave out the layers of multi-token prediction of a DeepSeek-V3; default: refuse them",
+    add_flags(
+        from_hf,
+        argument("source", "with config.json and safetensors", type=path_argument, metavar="FOLDER"),
+        argument("output", "run folder to create, with a checkpoint of step 0", type=path_argument, metavar="OUT"),
+        int_flag("--make-vocab-size-divisible-by", "pad the vocabulary to a multiple (default 128)"),
+        switch("--drop-mtp-layers", "leave out the layers of multi-token prediction of a DeepSeek-V3; default: refuse "
+               "them"),
     )  # fmt: skip
     for command in (to_hf, from_hf):
-        command.add_argument(
-            "--dtype", choices=("bf16", "fp32"), help="dtype of the converted weights; default as stored"
-        )
-        command.add_argument(
-            "--check-logits", action="store_true",
-            help="compare FP32 logits with transformers, which needs the library and memory for both models",
+        add_flags(
+            command,
+            argument("--dtype", "dtype of the converted weights; default as stored", choices=("bf16", "fp32")),
+            switch("--check-logits", "compare FP32 logits with transformers, which needs the library and memory for "
+                   "both models"),
         )  # fmt: skip
     megatron = add_megatron_commands(commands)
     for command in (to_hf, from_hf, *megatron):
@@ -117,11 +99,12 @@ def add_megatron_commands(commands: Any) -> tuple[argparse.ArgumentParser, argpa
         "source", type=path_argument, metavar="FOLDER", help="folder of a run of Megatron-LM or of one checkpoint"
     )
     for command in (to_megatron, from_megatron):
-        command.add_argument("output", type=path_argument, metavar="OUT", help="run folder to create")
-        command.add_argument("--ckpt-step", type=int, metavar="N", help="checkpoint to convert; default the newest")
-        command.add_argument(
-            "--no-load-optim", action="store_true", help="convert without optimizer state and schedule"
-        )
+        add_flags(
+            command,
+            argument("output", "run folder to create", type=path_argument, metavar="OUT"),
+            int_flag("--ckpt-step", "checkpoint to convert; default the newest"),
+            switch("--no-load-optim", "convert without optimizer state and schedule"),
+        )  # fmt: skip
     return to_megatron, from_megatron
 
 

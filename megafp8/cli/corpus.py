@@ -13,24 +13,20 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from megafp8.cli.command_flags import add_flags, argument, path_flag
 from megafp8.cli.common import build_command_parser, returns_exit_status
 from megafp8.data.preprocessing.corpus import DEFAULT_MAX_BYTES, write_stdlib_corpus
-from megafp8.utils.files import path_argument
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = build_command_parser(__doc__)
-    parser.add_argument("--output", required=True, type=path_argument, help="JSON lines file to write")
-    parser.add_argument(
-        "--max-bytes", type=int, default=DEFAULT_MAX_BYTES, help="maximum number of bytes of text (default %(default)s)"
-    )
-    parser.add_argument(
-        "--folder", type=path_argument, metavar="D", help="folder with the modules; default: the standard library"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=1234, help="seed of the order of the documents (default %(default)s)"
-    )
-    return parser
+    return add_flags(
+        build_command_parser(__doc__),
+        path_flag("--output", "JSON lines file to write", required=True),
+        argument("--max-bytes", "maximum number of bytes of text (default %(default)s)", type=int,
+                 default=DEFAULT_MAX_BYTES),
+        path_flag("--folder", "folder with the modules; default: the standard library", metavar="D"),
+        argument("--seed", "seed of the order of the documents (default %(default)s)", type=int, default=1234),
+    )  # fmt: skip
 
 
 @returns_exit_status(prefix="")

@@ -14,22 +14,20 @@ import argparse
 import json
 from collections.abc import Sequence
 
+from megafp8.cli.command_flags import add_flags, argument, int_flag, switch
 from megafp8.cli.common import build_command_parser, returns_exit_status
 from megafp8.utils.files import path_text
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = build_command_parser(__doc__)
-    parser.add_argument("--gpus", type=int, default=0, metavar="N", help="required number of GPUs (default: 0)")
-    parser.add_argument(
-        "--folder",
-        type=path_text,
-        default=".",
-        help="folder for runs, whose disk is tested (default: the current folder)",
-    )
-    parser.add_argument("--strict", action="store_true", help="exit with status 1 if there are warnings")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    return parser
+    return add_flags(
+        build_command_parser(__doc__),
+        int_flag("--gpus", "required number of GPUs (default: 0)", default=0),
+        argument("--folder", "folder for runs, whose disk is tested (default: the current folder)", type=path_text,
+                 default="."),
+        switch("--strict", "exit with status 1 if there are warnings"),
+        switch("--json", "print JSON instead of text"),
+    )  # fmt: skip
 
 
 @returns_exit_status("doctor")

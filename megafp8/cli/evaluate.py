@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from megafp8.cli import common
+from megafp8.cli.command_flags import add_flags, argument, int_flag, path_flag, switch
 from megafp8.errors import ConfigError
 from megafp8.recipes import registry
-from megafp8.utils.files import path_argument
 from megafp8.utils.formatting import text_table
 
 if TYPE_CHECKING:
@@ -33,42 +33,32 @@ PRECISIONS = ("checkpoint", "high", "bf16", "fp32", *registry.names())
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = common.build_command_parser(__doc__)
-    parser.add_argument(
-        "--load", type=path_argument, required=True, nargs="+", metavar="RUN", help="folders of runs (their --save)"
-    )
-    parser.add_argument(
-        "--ckpt-step", type=int, nargs="+", metavar="N", help="checkpoints to load of each run; default the newest"
-    )
-    data = parser.add_mutually_exclusive_group()
-    data.add_argument("--data-path", nargs="+", metavar="PREFIX", help="path prefixes of token shards")
-    data.add_argument(
-        "--input", nargs="+", metavar="F",
-        help="text files, folders or patterns, as for preprocessing; an end-of-document token follows each document",
+    parser = add_flags(
+        common.build_command_parser(__doc__),
+        path_flag("--load", "folders of runs (their --save)", required=True, nargs="+", metavar="RUN"),
+        int_flag("--ckpt-step", "checkpoints to load of each run; default the newest", nargs="+"),
     )  # fmt: skip
-    parser.add_argument("--json-key", default="text", metavar="KEY", help="key of the text in JSON (default text)")
-    parser.add_argument(
-        "--tokens", type=int, metavar="N",
-        help="number of tokens to predict, of the run's validation samples complete sequences; default all",
+    add_flags(
+        parser.add_mutually_exclusive_group(),
+        argument("--data-path", "path prefixes of token shards", nargs="+", metavar="PREFIX"),
+        argument("--input", "text files, folders or patterns, as for preprocessing; an end-of-document token follows "
+                 "each document", nargs="+", metavar="F"),
     )  # fmt: skip
-    parser.add_argument(
-        "--seq-length", type=int, metavar="S", help="tokens per window, at most the run's; default the run's"
-    )
-    parser.add_argument(
-        "--micro-batch-size", type=int, metavar="N",
-        help="sequences per forward pass; default the run's. Scales of complete tensors depend on it, and so do "
-        "the last digits of the loss",
+    add_flags(
+        parser,
+        argument("--json-key", "key of the text in JSON (default text)", default="text", metavar="KEY"),
+        int_flag("--tokens", "number of tokens to predict, of the run's validation samples complete sequences; default "
+                 "all"),
+        int_flag("--seq-length", "tokens per window, at most the run's; default the run's", metavar="S"),
+        int_flag("--micro-batch-size", "sequences per forward pass; default the run's. Scales of complete tensors "
+                 "depend on it, and so do the last digits of the loss"),
+        argument("--precision", "checkpoint: the arithmetic of training; high: the same without quantization; bf16, "
+                 f"fp32, or a recipe: {', '.join(registry.names())} (default checkpoint)", choices=PRECISIONS,
+                 default="checkpoint", metavar="P"),
+        path_flag("--output", "also write the results to F as JSON", metavar="F"),
+        switch("--json", "print JSON instead of the table"),
     )  # fmt: skip
-    parser.add_argument(
-        "--precision", choices=PRECISIONS, default="checkpoint", metavar="P",
-        help="checkpoint: the arithmetic of training; high: the same without quantization; bf16, fp32, or a recipe: "
-        f"{', '.join(registry.names())} (default checkpoint)",
-    )  # fmt: skip
-    parser.add_argument("--output", type=path_argument, metavar="F", help="also write the results to F as JSON")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    group = parser.add_argument_group("tokenizer", "type and current paths of its files; default as in training")
-    group.add_argument("--tokenizer-type", metavar="TYPE", help="for a checkpoint that was converted without one")
-    common.add_tokenizer_file_flags(group)
+    common.add_tokenizer_file_flags(parser, "for a checkpoint that was converted without one")
     return parser
 
 

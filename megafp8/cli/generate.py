@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megafp8.cli import common
+from megafp8.cli.command_flags import add_flags, argument, float_flag, int_flag, path_flag, switch
 from megafp8.errors import ConfigError, DataError
-from megafp8.utils.files import path_argument
 
 if TYPE_CHECKING:
     from megafp8.training.generation import Sample
@@ -32,64 +32,40 @@ show = partial(print, end="", flush=True)  # for parts of the text
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = common.build_command_parser(__doc__)
-    parser.add_argument(
-        "--load", type=path_argument, required=True, metavar="RUN", help="folder of the run (its --save)"
-    )
-    parser.add_argument("--ckpt-step", type=int, metavar="N", help="checkpoint to load; default the newest")
-    prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", default="", metavar="TEXT", help="text to continue; default a new document")
-    prompt.add_argument(
-        "--prompt-file", type=path_argument, metavar="F", help="file with the text to continue, used unchanged"
-    )
-    parser.add_argument("--num-samples", type=int, default=1, metavar="N", help="number of continuations (default 1)")
-    parser.add_argument(
-        "--max-new-tokens",
-        type=int,
-        default=200,
-        metavar="N",
-        help="maximum number of tokens of a continuation (default 200)",
-    )
-    choice = parser.add_mutually_exclusive_group()
-    choice.add_argument(
-        "--temperature", type=float, default=0.8, help="divisor of the logits; lower is less random (default 0.8)"
-    )
-    choice.add_argument("--greedy", action="store_true", help="always the most probable token")
-    parser.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="sample from the K most probable tokens (default 0: all)"
-    )
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="sample from the fewest tokens with a total probability of P (default 1: all)",
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=1234,
-        help="random seed of the first sample; each later one adds 1 (default %(default)s)",
-    )
-    parser.add_argument(
-        "--output", type=path_argument, metavar="F",
-        help="also write the text to F; for *.jsonl one JSON object per line",
+    parser = add_flags(
+        common.build_command_parser(__doc__),
+        path_flag("--load", "folder of the run (its --save)", required=True, metavar="RUN"),
+        int_flag("--ckpt-step", "checkpoint to load; default the newest"),
     )  # fmt: skip
-    parser.add_argument(
-        "--no-cache", action="store_true",
-        help="each token takes a forward pass over the text so far, with the arithmetic of training",
+    add_flags(
+        parser.add_mutually_exclusive_group(),
+        argument("--prompt", "text to continue; default a new document", default="", metavar="TEXT"),
+        path_flag("--prompt-file", "file with the text to continue, used unchanged", metavar="F"),
     )  # fmt: skip
-    parser.add_argument(
-        "--precision", choices=("checkpoint", "high"),
-        help="checkpoint: the arithmetic of training, which FP8 and FP4 have only with --no-cache; high: the same "
-        "without quantization; default: checkpoint with --no-cache, else high, with FP32 in place of BF16 for "
-        "quantized runs on devices that emulate BF16",
+    add_flags(
+        parser,
+        int_flag("--num-samples", "number of continuations (default 1)", default=1),
+        int_flag("--max-new-tokens", "maximum number of tokens of a continuation (default 200)", default=200),
     )  # fmt: skip
-    group = parser.add_argument_group("tokenizer", "type and current paths of its files; default as in training")
-    group.add_argument(
-        "--tokenizer-type", metavar="TYPE", help="for a checkpoint that was converted without a tokenizer"
-    )
-    common.add_tokenizer_file_flags(group)
+    add_flags(
+        parser.add_mutually_exclusive_group(),
+        float_flag("--temperature", "divisor of the logits; lower is less random (default 0.8)", default=0.8),
+        switch("--greedy", "always the most probable token"),
+    )  # fmt: skip
+    add_flags(
+        parser,
+        int_flag("--top-k", "sample from the K most probable tokens (default 0: all)", default=0, metavar="K"),
+        float_flag("--top-p", "sample from the fewest tokens with a total probability of P (default 1: all)",
+                   default=1.0, metavar="P"),
+        argument("--seed", "random seed of the first sample; each later one adds 1 (default %(default)s)", type=int,
+                 default=1234),
+        path_flag("--output", "also write the text to F; for *.jsonl one JSON object per line", metavar="F"),
+        switch("--no-cache", "each token takes a forward pass over the text so far, with the arithmetic of training"),
+        argument("--precision", "checkpoint: the arithmetic of training, which FP8 and FP4 have only with --no-cache; "
+                 "high: the same without quantization; default: checkpoint with --no-cache, else high, with FP32 in "
+                 "place of BF16 for quantized runs on devices that emulate BF16", choices=("checkpoint", "high")),
+    )  # fmt: skip
+    common.add_tokenizer_file_flags(parser, "for a checkpoint that was converted without a tokenizer")
     return parser
 
 

@@ -26,10 +26,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
+from megafp8.cli.command_flags import add_flags, argument, float_flag, int_flag, path_flag, switch
 from megafp8.cli.common import build_command_parser, install_patches, returns_exit_status
 from megafp8.errors import ConfigError
 from megafp8.recipes import registry
-from megafp8.utils.files import atomic_write_text, path_argument, path_text, visible
+from megafp8.utils.files import atomic_write_text, path_text, visible
 from megafp8.utils.formatting import text_table
 from megafp8.utils.strict_json import to_strict_json
 
@@ -50,39 +51,26 @@ PICTURE, TABLE = "quantization.png", "quantization.json"
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = build_command_parser(__doc__)
-    parser.add_argument(
-        "source", type=path_text, metavar="TENSOR_OR_CHECKPOINT",
-        help="a .npy, .pt or .safetensors file; a random matrix, normal:RxC[:DEVIATION] or outliers:RxC[:FACTOR]; a "
-        "run's folder, or one checkpoint in it",
+    return add_flags(
+        build_command_parser(__doc__),
+        argument("source", "a .npy, .pt or .safetensors file; a random matrix, normal:RxC[:DEVIATION] or "
+                 "outliers:RxC[:FACTOR]; a run's folder, or one checkpoint in it", type=path_text,
+                 metavar="TENSOR_OR_CHECKPOINT"),
+        argument("--recipes", f"recipes to apply; default {' '.join(DEFAULT_RECIPES)}. With --operand grad_output, "
+                 f"{' and '.join(STOCHASTIC_RECIPES)} uses stochastic rounding", nargs="+", choices=RECIPES,
+                 default=DEFAULT_RECIPES),
+        argument("--formats", "FP8 formats; default both", nargs="+", choices=FORMATS, default=FORMATS),
+        argument("--operand", "role of the tensor in a linear layer; some recipes use other blocks for weights "
+                 "(default: weight for a checkpoint, else input)", choices=OPERANDS),
+        argument("--parameter", f"shell pattern of tensor names (default: {WEIGHTS_OF_LINEARS} for a checkpoint, all "
+                 f"matrices of a file)", metavar="PATTERN"),
+        int_flag("--ckpt-step", "step of the checkpoint; default: the newest"),
+        float_flag("--delayed-amax-ratio", "for recipes with an amax history: amax of the history divided by that of "
+                   "the tensor; 0.5: the tensor's amax has doubled (default: 1)", default=1.0, metavar="R"),
+        argument("--seed", "seed of a random matrix (default: 0)", type=int, default=0),
+        path_flag("--output-dir", f"write {TABLE} and {PICTURE} to this folder", metavar="D"),
+        switch("--json", "print JSON instead of the tables"),
     )  # fmt: skip
-    parser.add_argument(
-        "--recipes", nargs="+", choices=RECIPES, default=DEFAULT_RECIPES,
-        help=f"recipes to apply; default {' '.join(DEFAULT_RECIPES)}. With --operand grad_output, "
-        f"{' and '.join(STOCHASTIC_RECIPES)} uses stochastic rounding",
-    )  # fmt: skip
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS, help="FP8 formats; default both")
-    parser.add_argument(
-        "--operand", choices=OPERANDS,
-        help="role of the tensor in a linear layer; some recipes use other blocks for weights (default: weight for a "
-        "checkpoint, else input)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--parameter", metavar="PATTERN",
-        help=f"shell pattern of tensor names (default: {WEIGHTS_OF_LINEARS} for a checkpoint, all matrices of a file)",
-    )  # fmt: skip
-    parser.add_argument("--ckpt-step", type=int, metavar="N", help="step of the checkpoint; default: the newest")
-    parser.add_argument(
-        "--delayed-amax-ratio", type=float, default=1.0, metavar="R",
-        help="for recipes with an amax history: amax of the history divided by that of the tensor; 0.5: the tensor's "
-        "amax has doubled (default: 1)",
-    )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, help="seed of a random matrix (default: 0)")
-    parser.add_argument(
-        "--output-dir", type=path_argument, metavar="D", help=f"write {TABLE} and {PICTURE} to this folder"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the tables")
-    return parser
 
 
 def tensors_of(arguments: argparse.Namespace) -> Iterator[tuple[str, Tensor]]:

@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from megafp8.analysis.plotting import picture_problems
 from megafp8.cli import common
+from megafp8.cli.command_flags import add_flags, argument, int_flag, path_flag, switch
 from megafp8.config import derived
 from megafp8.data.shard_summary import ShardSummary, read_documents, summarize_shard
 from megafp8.data.shard_verification import ShardCheckResult, failures, verify_shard
 from megafp8.data.shards import bin_path
 from megafp8.data.tokenizers.build import build_tokenizer, describe_tokenizer, tokenizer_from_settings
 from megafp8.errors import ConfigError, DataError
-from megafp8.utils.files import path_argument, path_text
+from megafp8.utils.files import path_text
 
 if TYPE_CHECKING:
     from megafp8.data.tokenizers.build import Tokenizer
@@ -37,21 +38,15 @@ STATE = {True: "ok", False: "WRONG", None: "-"}
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = common.build_command_parser(__doc__)
-    parser.add_argument(
-        "shards", nargs="+", type=path_text, metavar="PREFIX", help="path of a shard, without .bin or .idx"
-    )
-    parser.add_argument("--verify", action="store_true", help="read and check every byte")
-    parser.add_argument(
-        "--documents", type=int, default=3, metavar="N", help="number of first documents to show (default 3)"
-    )
-    parser.add_argument(
-        "--max-tokens", type=int, default=100, metavar="N", help="tokens to show of each document (default 100)"
-    )
-    parser.add_argument(
-        "--plot", type=path_argument, metavar="F", help="plot the lengths of documents to F (.png, .svg, .pdf)"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser = add_flags(
+        common.build_command_parser(__doc__),
+        argument("shards", "path of a shard, without .bin or .idx", nargs="+", type=path_text, metavar="PREFIX"),
+        switch("--verify", "read and check every byte"),
+        int_flag("--documents", "number of first documents to show (default 3)", default=3),
+        int_flag("--max-tokens", "tokens to show of each document (default 100)", default=100),
+        path_flag("--plot", "plot the lengths of documents to F (.png, .svg, .pdf)", metavar="F"),
+        switch("--json", "print JSON instead of text"),
+    )  # fmt: skip
     common.add_tokenizer_flags(parser, "for the text of documents; default: the tokenizer in the manifest")
     return parser
 

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
+from megafp8.cli.command_flags import add_flags, argument, switch
 from megafp8.cli.common import build_command_parser
 from megafp8.config import flags, rules
 from megafp8.errors import ConfigError
@@ -53,22 +54,16 @@ def build_job_parser(description: Optional[str]) -> argparse.ArgumentParser:
         parser.add_argument(flag, type=path_text if metavar == "DIR" else str, metavar=metavar, help=text)
     for flag, metavar, text in TABLES:
         parser.add_argument(flag, metavar=metavar, nargs="+", action="extend", help=text)
-    parser.add_argument(
-        "--mounts",
-        type=path_text,
-        metavar="DIR",
-        nargs="+",
-        help="folders to mount in the container, besides --project",
-    )
-    parser.add_argument(
-        "--shared-nodes", dest="exclusive", action="store_const", const="false", help="share nodes with other jobs"
-    )
-    parser.add_argument(
-        "--no-check-nodes", dest="check_nodes", action="store_const", const="false",
-        help="do not check the nodes before training",
+    return add_flags(
+        parser,
+        argument("--mounts", "folders to mount in the container, besides --project", type=path_text, metavar="DIR",
+                 nargs="+"),
+        argument("--shared-nodes", "share nodes with other jobs", dest="exclusive", action="store_const",
+                 const="false"),
+        argument("--no-check-nodes", "do not check the nodes before training", dest="check_nodes", action="store_const",
+                 const="false"),
+        switch("--dry-run", "print the script and start nothing"),
     )  # fmt: skip
-    parser.add_argument("--dry-run", action="store_true", help="print the script and start nothing")
-    return parser
 
 
 def read_arguments(

@@ -17,32 +17,23 @@ import sys
 import time
 from collections.abc import Sequence
 
+from megafp8.cli.command_flags import add_flags, argument, int_flag, switch
 from megafp8.cli.common import build_command_parser, bytes_bar, returns_exit_status
 from megafp8.utils.files import path_text
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = build_command_parser(__doc__)
-    parser.add_argument(
-        "--input", nargs="+", type=path_text, required=True, metavar="PREFIX", help="shards, or folders of shards"
-    )
-    parser.add_argument(
-        "--output-prefix", type=path_text, required=True, metavar="PREFIX", help="path prefix of the outputs"
-    )
-    parser.add_argument(
-        "--num-parts", type=int, metavar="N", help="split into N shards with about equal numbers of tokens"
-    )
-    parser.add_argument("--documents-per-part", type=int, metavar="N", help="split into shards of N documents")
-    parser.add_argument(
-        "--split", metavar="SHARES", help="split documents into _train, _valid and _test: 98,2 or 969,30,1"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace existing shards")
-    parser.add_argument("--no-verify", action="store_true", help="do not compare inputs with their manifests")
-    parser.add_argument(
-        "--trust-missing-manifests", action="store_true",
-        help="assume that shards without a manifest have the tokenizer of the others",
+    return add_flags(
+        build_command_parser(__doc__),
+        argument("--input", "shards, or folders of shards", nargs="+", type=path_text, required=True, metavar="PREFIX"),
+        argument("--output-prefix", "path prefix of the outputs", type=path_text, required=True, metavar="PREFIX"),
+        int_flag("--num-parts", "split into N shards with about equal numbers of tokens"),
+        int_flag("--documents-per-part", "split into shards of N documents"),
+        argument("--split", "split documents into _train, _valid and _test: 98,2 or 969,30,1", metavar="SHARES"),
+        switch("--overwrite", "replace existing shards"),
+        switch("--no-verify", "do not compare inputs with their manifests"),
+        switch("--trust-missing-manifests", "assume that shards without a manifest have the tokenizer of the others"),
     )  # fmt: skip
-    return parser
 
 
 @returns_exit_status("merge-shards")

@@ -22,10 +22,10 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from megafp8.analysis.plotting import picture_problems
+from megafp8.cli.command_flags import add_flags, argument, float_flag, int_flag, path_flag, switch
 from megafp8.cli.common import Parser, build_command_parser, returns_exit_status
 from megafp8.cli.goodput_flags import add_goodput_flags, build_inputs, goodput_problems
 from megafp8.errors import ConfigError
-from megafp8.utils.files import path_argument
 
 if TYPE_CHECKING:
     from megafp8.config.flags import ParsedArgs
@@ -38,27 +38,17 @@ LEAST_GBIT_PER_S, MOST_GBIT_PER_S = 1, 100_000
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = build_command_parser(__doc__, Parser, allow_abbrev=False)
-    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs to plan for")
-    parser.add_argument("--gpu", choices=GPU_NAMES, default="h200", help="kind of GPU (default: h200)")
-    parser.add_argument(
-        "--network-gbit-per-s",
-        type=float,
-        metavar="X",
-        help="network bandwidth per GPU; default: that of a typical node",
-    )
-    parser.add_argument("--top", type=int, metavar="N", help="number of layouts to show (default: 5)")
-    parser.add_argument(
-        "--scaling", nargs="*", type=int, metavar="N",
-        help="numbers of GPUs to compare (default: powers of two from 8 to 16,384; no number: no comparison)",
+    parser = add_flags(
+        build_command_parser(__doc__, Parser, allow_abbrev=False),
+        int_flag("--gpus", "GPUs to plan for", required=True),
+        argument("--gpu", "kind of GPU (default: h200)", choices=GPU_NAMES, default="h200"),
+        float_flag("--network-gbit-per-s", "network bandwidth per GPU; default: that of a typical node", metavar="X"),
+        int_flag("--top", "number of layouts to show (default: 5)"),
+        int_flag("--scaling", "numbers of GPUs to compare (default: powers of two from 8 to 16,384; no number: no "
+                 "comparison)", nargs="*"),
+        path_flag("--plot", "plot speed over numbers of GPUs, and the parts of memory and step time", metavar="PNG"),
+        switch("--json", "print JSON instead of text"),
     )  # fmt: skip
-    parser.add_argument(
-        "--plot",
-        type=path_argument,
-        metavar="PNG",
-        help="plot speed over numbers of GPUs, and the parts of memory and step time",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     add_goodput_flags(parser)
     return parser
 

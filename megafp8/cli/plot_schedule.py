@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megafp8.analysis.plotting import picture_problems
+from megafp8.cli.command_flags import add_flags, path_flag, switch
 from megafp8.cli.common import build_command_parser, install_patches, returns_exit_status
 from megafp8.config import flags, iterations, lr_schedule, rules, topology
 from megafp8.config.rules import batch, declared, optimizer, profile, training
@@ -25,7 +26,6 @@ from megafp8.config.rules.base import rules_of
 from megafp8.config.rules.setting_warnings import warmup_warnings
 from megafp8.config.schema import RunConfig
 from megafp8.errors import ConfigError
-from megafp8.utils.files import path_argument
 from megafp8.utils.formatting import text_table
 
 if TYPE_CHECKING:
@@ -36,10 +36,11 @@ NUM_ROWS = 10
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = build_command_parser(__doc__, allow_abbrev=False)
-    parser.add_argument("--output", type=path_argument, metavar="F", help="write a plot to F (.png, .svg or .pdf)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    return parser
+    return add_flags(
+        build_command_parser(__doc__, allow_abbrev=False),
+        path_flag("--output", "write a plot to F (.png, .svg or .pdf)", metavar="F"),
+        switch("--json", "print JSON instead of the table"),
+    )  # fmt: skip
 
 
 def read_config(words: Sequence[str]) -> tuple[RunConfig, int]:

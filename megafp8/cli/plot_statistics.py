@@ -15,8 +15,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
+from megafp8.cli.command_flags import add_flags, argument, path_flag
 from megafp8.cli.common import build_command_parser, returns_exit_status
-from megafp8.utils.files import path_argument, path_text, visible
+from megafp8.utils.files import path_text, visible
 
 if TYPE_CHECKING:
     from megafp8.analysis.runs import LoadedRun
@@ -29,15 +30,13 @@ FIELDS = ("underflow_fraction", "saturated_fraction", "codes_changed_fraction", 
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = build_command_parser(__doc__)
-    parser.add_argument("run", type=path_text, metavar="RUN", help="folder of a run (its --save)")
-    parser.add_argument("--field", choices=FIELDS, default=FIELDS[0], help=f"field to plot; default {FIELDS[0]}")
-    parser.add_argument("--recipe", metavar="NAME", help="one of --fp8-what-if; default: the recipe of the run")
-    parser.add_argument(
-        "--output-dir", type=path_argument, default=Path("."), metavar="D",
-        help=f"write {PICTURE} and {EXPERTS_PICTURE} here",
+    return add_flags(
+        build_command_parser(__doc__),
+        argument("run", "folder of a run (its --save)", type=path_text, metavar="RUN"),
+        argument("--field", f"field to plot; default {FIELDS[0]}", choices=FIELDS, default=FIELDS[0]),
+        argument("--recipe", "one of --fp8-what-if; default: the recipe of the run", metavar="NAME"),
+        path_flag("--output-dir", f"write {PICTURE} and {EXPERTS_PICTURE} here", default=Path("."), metavar="D"),
     )  # fmt: skip
-    return parser
 
 
 @returns_exit_status("plot-statistics")

@@ -17,6 +17,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
+from megafp8.cli.command_flags import add_flags, argument, float_flag, int_flag, path_flag, switch
 from megafp8.cli.common import TRAINING_SCRIPT, Parser, build_command_parser, returns_exit_status, stderr_log
 from megafp8.config import variants
 from megafp8.errors import INTERNAL, PREEMPTED, ConfigError
@@ -24,7 +25,7 @@ from megafp8.launch.compared_runs import discard_partial_checkpoints, run_proble
 from megafp8.launch.process_pool import OUTPUT_FILE, PooledRun, ProcessPool, RunOutcome
 from megafp8.recipes import registry
 from megafp8.resilience.run_state import finished_state
-from megafp8.utils.files import atomic_write, atomic_write_json, path_argument
+from megafp8.utils.files import atomic_write, atomic_write_json
 
 FP32 = "fp32"
 TRAINING, SEARCH = "training", "largest"
@@ -33,27 +34,19 @@ log = stderr_log("precision-table: ")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = build_command_parser(__doc__, Parser)
-    parser.add_argument(
-        "--output-dir", type=path_argument, required=True, metavar="D", help="folder of all runs and the table"
-    )
-    parser.add_argument(
-        "--precisions", metavar="NAMES",
-        help=f"comma-separated: {FP32}, {', '.join(variants.names())}; default: see above. The first is the baseline",
+    return add_flags(
+        build_command_parser(__doc__, Parser),
+        path_flag("--output-dir", "folder of all runs and the table", required=True, metavar="D"),
+        argument("--precisions", f"comma-separated: {FP32}, {', '.join(variants.names())}; default: see above. The "
+                 "first is the baseline", metavar="NAMES"),
+        int_flag("--search-batch", "global batch of the search for the largest micro-batch, whose divisors are tried "
+                 "(default %(default)s; 0: no search)", default=512),
+        float_flag("--memory-limit", "memory that the search may use (default: 95%% of the GPU, or of the machine's "
+                   "free memory)", metavar="GIB"),
+        argument("--title", "title of the table", default="One model in several precisions"),
+        switch("--dry-run", "check everything, print the commands and stop"),
+        argument("flags", "after --: the flags that all runs share", nargs="*", metavar="FLAGS"),
     )  # fmt: skip
-    parser.add_argument(
-        "--search-batch", type=int, default=512, metavar="N",
-        help="global batch of the search for the largest micro-batch, whose divisors are tried (default %(default)s; "
-        "0: no search)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--memory-limit", type=float, metavar="GIB",
-        help="memory that the search may use (default: 95%% of the GPU, or of the machine's free memory)",
-    )  # fmt: skip
-    parser.add_argument("--title", default="One model in several precisions", help="title of the table")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, print the commands and stop")
-    parser.add_argument("flags", nargs="*", metavar="FLAGS", help="after --: the flags that all runs share")
-    return parser
 
 
 def default_precisions(native: Sequence[str]) -> list[str]:

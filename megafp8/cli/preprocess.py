@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megafp8.cli import common
+from megafp8.cli.command_flags import add_flags, argument, int_flag, switch
 from megafp8.cli.progress_display import ProgressDisplay
 from megafp8.data.preprocessing.sources import MAX_DOCUMENT_BYTES
 from megafp8.data.tokenizers.build import AUTO, ENCODERS
@@ -53,55 +54,41 @@ def build_parser() -> argparse.ArgumentParser:
     """Build the parser; flags have the names of Megatron's preprocess_data.py."""
     parser = common.build_command_parser(__doc__)
     text = parser.add_argument_group("text")
-    source = text.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--input", nargs="+", type=path_text, default=[], metavar="NAME",
-        help="files, folders or glob patterns: JSON lines (.jsonl, .json, .ndjson) and plain text (.txt), each also "
-        "with .gz or .zst, and Parquet (.parquet)",
+    add_flags(
+        text.add_mutually_exclusive_group(required=True),
+        argument("--input", "files, folders or glob patterns: JSON lines (.jsonl, .json, .ndjson) and plain text "
+                 "(.txt), each also with .gz or .zst, and Parquet (.parquet)", nargs="+", type=path_text, default=[],
+                 metavar="NAME"),
+        argument("--hf-dataset", "name of a Hugging Face dataset, downloaded if needed", metavar="NAME"),
     )  # fmt: skip
-    source.add_argument("--hf-dataset", metavar="NAME", help="name of a Hugging Face dataset, downloaded if needed")
-    text.add_argument("--hf-dataset-config", metavar="NAME", help="configuration of the dataset, such as sample-10BT")
-    text.add_argument(
-        "--hf-dataset-split", default="train", metavar="NAME", help="split of the dataset (default %(default)s)"
-    )
-    text.add_argument(
-        "--json-keys", nargs="+", default=["text"], metavar="KEY",
-        help="JSON keys or Parquet columns with text; one shard each (default text)",
+    add_flags(
+        text,
+        argument("--hf-dataset-config", "configuration of the dataset, such as sample-10BT", metavar="NAME"),
+        argument("--hf-dataset-split", "split of the dataset (default %(default)s)", default="train", metavar="NAME"),
+        argument("--json-keys", "JSON keys or Parquet columns with text; one shard each (default text)", nargs="+",
+                 default=["text"], metavar="KEY"),
+        argument("--text-separator", "separator of documents in a .txt file, such as '\\n' or '<|endoftext|>' "
+                 "(default: each file is one document)", type=_unescape, metavar="TEXT"),
+        int_flag("--max-document-bytes", "maximum size of a document, decompressed; a larger one is an error (default "
+                 "%(default)s)", default=MAX_DOCUMENT_BYTES),
+        argument("--on-bad-document", "for broken JSON, a missing key, text that is not UTF-8 or ids beyond the "
+                 "vocabulary: fail, or skip the document and list it in PREFIX.skipped.jsonl (default %(default)s)",
+                 choices=("fail", "skip"), default="fail"),
     )  # fmt: skip
-    text.add_argument(
-        "--text-separator", type=_unescape, metavar="TEXT",
-        help="separator of documents in a .txt file, such as '\\n' or '<|endoftext|>' (default: each file is one "
-        "document)",
+    add_flags(
+        parser.add_argument_group("shards"),
+        argument("--output-prefix", "path prefix of PREFIX_KEY_document.bin, .idx, .manifest.json", type=path_text,
+                 required=True),
+        switch("--append-eod", "end each document with the end-of-document token"),
+        switch("--overwrite", "replace existing shards"),
     )  # fmt: skip
-    text.add_argument(
-        "--max-document-bytes", type=int, default=MAX_DOCUMENT_BYTES, metavar="N",
-        help="maximum size of a document, decompressed; a larger one is an error (default %(default)s)",
-    )  # fmt: skip
-    text.add_argument(
-        "--on-bad-document", choices=("fail", "skip"), default="fail",
-        help="for broken JSON, a missing key, text that is not UTF-8 or ids beyond the vocabulary: fail, or skip the "
-        "document and list it in PREFIX.skipped.jsonl (default %(default)s)",
-    )  # fmt: skip
-    shards = parser.add_argument_group("shards")
-    shards.add_argument(
-        "--output-prefix",
-        type=path_text,
-        required=True,
-        help="path prefix of PREFIX_KEY_document.bin, .idx, .manifest.json",
-    )
-    shards.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
-    shards.add_argument("--overwrite", action="store_true", help="replace existing shards")
-    work = parser.add_argument_group("work")
-    work.add_argument(
-        "--workers",
-        type=int,
-        default=len(os.sched_getaffinity(0)),
-        help="number of tokenizing processes (default: cores, here %(default)s)",
-    )
-    work.add_argument("--encoder", choices=ENCODERS, default=AUTO, help="encoder (default %(default)s)")
-    work.add_argument(
-        "--log-interval", type=int, metavar="DOCUMENTS",
-        help="documents between lines of progress outside a terminal (default: a line every 10 seconds)",
+    add_flags(
+        parser.add_argument_group("work"),
+        argument("--workers", "number of tokenizing processes (default: cores, here %(default)s)", type=int,
+                 default=len(os.sched_getaffinity(0))),
+        argument("--encoder", "encoder (default %(default)s)", choices=ENCODERS, default=AUTO),
+        int_flag("--log-interval", "documents between lines of progress outside a terminal (default: a line every 10 "
+                 "seconds)", metavar="DOCUMENTS"),
     )  # fmt: skip
     common.add_tokenizer_flags(parser)
     others = parser.add_argument_group("Megatron's other flags")

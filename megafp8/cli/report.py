@@ -15,21 +15,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megafp8.cli import compare, scaling_report
+from megafp8.cli.command_flags import add_flags, argument, path_flag, switch
 from megafp8.cli.common import Parser, build_command_parser, returns_exit_status
 from megafp8.errors import ConfigError
 from megafp8.utils.files import path_argument, path_text
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = build_command_parser(__doc__, Parser)
-    parser.add_argument(
-        "folders", nargs="+", type=path_argument, metavar="FOLDER",
-        help="folders of runs (their --save), one folder of a study, or its points.json",
+    parser = add_flags(
+        build_command_parser(__doc__, Parser),
+        argument("folders", "folders of runs (their --save), one folder of a study, or its points.json", nargs="+",
+                 type=path_argument, metavar="FOLDER"),
+        argument("--baseline", "run or recipe to compare with", type=path_text, metavar="NAME"),
+        path_flag("--output-dir", "write the page and its data here", metavar="DIR"),
+        switch("--json", "print JSON instead of tables"),
     )  # fmt: skip
-    parser.add_argument("--baseline", type=path_text, metavar="NAME", help="run or recipe to compare with")
-    parser.add_argument("--output-dir", type=path_argument, metavar="DIR", help="write the page and its data here")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    compare.add_flags(parser.add_argument_group("comparison of runs"))
+    compare.add_comparison_flags(parser.add_argument_group("comparison of runs"))
     return parser
 
 

@@ -22,6 +22,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from megafp8.cli.command_flags import add_flags, argument, float_flag, int_flag, path_flag, switch
 from megafp8.cli.common import TRAINING_SCRIPT, Parser, build_command_parser, returns_exit_status
 from megafp8.config import iterations, rules, variants
 from megafp8.config.schema import RunConfig
@@ -30,41 +31,26 @@ from megafp8.launch.compared_runs import discard_partial_checkpoints, run_proble
 from megafp8.launch.process_pool import OUTPUT_FILE, PooledRun, ProcessPool, RunOutcome
 from megafp8.resilience.run_state import current_state, finished_state
 from megafp8.utils.best_effort import best_effort
-from megafp8.utils.files import path_argument
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = build_command_parser(__doc__, Parser)
-    parser.add_argument(
-        "--output-dir", type=path_argument, required=True, metavar="D", help="folder of all runs and the report"
-    )
-    parser.add_argument(
-        "--recipes", default=f"{variants.BASELINE},tensorwise", metavar="NAMES",
-        help=f"comma-separated: {', '.join(variants.names())} (default %(default)s); the first is the baseline",
+    return add_flags(
+        build_command_parser(__doc__, Parser),
+        path_flag("--output-dir", "folder of all runs and the report", required=True, metavar="D"),
+        argument("--recipes", f"comma-separated: {', '.join(variants.names())} (default %(default)s); the first is the "
+                 "baseline", default=f"{variants.BASELINE},tensorwise", metavar="NAMES"),
+        argument("--variant", "another variant with its flags: edges='--fp8-format hybrid --fp8-recipe tensorwise "
+                 "--first-last-layers-bf16'", action="append", default=[], metavar="NAME='FLAGS'"),
+        int_flag("--seeds", "number of seeds, counted up from --seed (default 1)", default=1),
+        int_flag("--parallel", "number of runs at the same time (default 1)", default=1),
+        int_flag("--nproc-per-node", "ranks of a run; above 1 under torchrun (default 1)", default=1),
+        float_flag("--bound", "accepted increase of the validation loss over the baseline (default %(default)g)",
+                   default=0.5, metavar="PERCENT"),
+        argument("--title", "title of the report", default="Comparison of recipes"),
+        switch("--no-report", "train only"),
+        switch("--dry-run", "check everything, print the commands and stop"),
+        argument("flags", "after --: the flags that all runs share", nargs="*", metavar="FLAGS"),
     )  # fmt: skip
-    parser.add_argument(
-        "--variant", action="append", default=[], metavar="NAME='FLAGS'",
-        help="another variant with its flags: edges='--fp8-format hybrid --fp8-recipe tensorwise "
-        "--first-last-layers-bf16'",
-    )  # fmt: skip
-    parser.add_argument(
-        "--seeds", type=int, default=1, metavar="N", help="number of seeds, counted up from --seed (default 1)"
-    )
-    parser.add_argument(
-        "--parallel", type=int, default=1, metavar="N", help="number of runs at the same time (default 1)"
-    )
-    parser.add_argument(
-        "--nproc-per-node", type=int, default=1, metavar="N", help="ranks of a run; above 1 under torchrun (default 1)"
-    )
-    parser.add_argument(
-        "--bound", type=float, default=0.5, metavar="PERCENT",
-        help="accepted increase of the validation loss over the baseline (default %(default)g)",
-    )  # fmt: skip
-    parser.add_argument("--title", default="Comparison of recipes", help="title of the report")
-    parser.add_argument("--no-report", action="store_true", help="train only")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, print the commands and stop")
-    parser.add_argument("flags", nargs="*", metavar="FLAGS", help="after --: the flags that all runs share")
-    return parser
 
 
 def plan_runs(options: argparse.Namespace, device_flags: Sequence[str]) -> tuple[list[PooledRun], RunConfig]:

@@ -14,19 +14,19 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from megafp8.cli.command_flags import add_flags, argument, path_flag, switch
 from megafp8.cli.common import Parser, build_command_parser, returns_exit_status
 from megafp8.utils.files import path_argument
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = build_command_parser(__doc__, Parser)
-    parser.add_argument(
-        "study", type=path_argument, metavar="STUDY_FOLDER", help="folder of a study, or points.json of a report"
-    )
-    parser.add_argument("--output-dir", type=path_argument, metavar="DIR", help="write the page and its data here")
-    parser.add_argument("--baseline", metavar="RECIPE", help="recipe to compare with (default: bf16, else the first)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    return parser
+    return add_flags(
+        build_command_parser(__doc__, Parser),
+        argument("study", "folder of a study, or points.json of a report", type=path_argument, metavar="STUDY_FOLDER"),
+        path_flag("--output-dir", "write the page and its data here", metavar="DIR"),
+        argument("--baseline", "recipe to compare with (default: bf16, else the first)", metavar="RECIPE"),
+        switch("--json", "print JSON instead of tables"),
+    )  # fmt: skip
 
 
 @returns_exit_status("scaling-report")

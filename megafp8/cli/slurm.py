@@ -15,21 +15,18 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from megafp8.cli.command_flags import add_flags, path_flag
 from megafp8.cli.common import returns_exit_status
 from megafp8.cli.job_options import build_job_parser, check_training, read_arguments
 from megafp8.errors import ConfigError
 from megafp8.launch import slurm
 from megafp8.launch.job import check_job
-from megafp8.utils.files import path_argument
 from megafp8.utils.formatting import control_problems
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = build_job_parser(__doc__)
-    parser.add_argument(
-        "--output", type=path_argument, metavar="FILE", help="path of the script to write (default: in --logs)"
-    )
-    return parser
+    output = path_flag("--output", "path of the script to write (default: in --logs)", metavar="FILE")
+    return add_flags(build_job_parser(__doc__), output)
 
 
 @returns_exit_status()

@@ -24,6 +24,7 @@ from functools import partial
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Optional
 
+from megafp8.cli.command_flags import add_flags, argument, int_flag, path_flag, switch
 from megafp8.cli.common import TRAINING_SCRIPT, build_command_parser, returns_exit_status
 from megafp8.device.gpus import GPUS
 from megafp8.errors import ConfigError
@@ -38,32 +39,30 @@ log = partial(print, flush=True)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = build_command_parser(__doc__)
-    parser.add_argument("study", type=path_argument, metavar="STUDY.yaml", help="file of the study")
-    parser.add_argument(
-        "--folder", type=path_argument, metavar="DIR", help="folder of the study, instead of the file's"
-    )
-    parser.add_argument(
-        "--only", default="*", metavar="PATTERN", help="runs whose label matches this shell pattern (default: all)"
-    )
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--status", action="store_true", help="print the state of every run and stop")
-    what.add_argument("--dry-run", action="store_true", help="print every command, its tokens, FLOPs and time and stop")
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--local", action="store_true", help="run on this machine (default where there is no sbatch)")
-    where.add_argument(
-        "--slurm", action="store_true",
-        help="submit job arrays (default where there is sbatch); with --dry-run: print their scripts",
+    parser = add_flags(
+        build_command_parser(__doc__),
+        argument("study", "file of the study", type=path_argument, metavar="STUDY.yaml"),
+        path_flag("--folder", "folder of the study, instead of the file's", metavar="DIR"),
+        argument("--only", "runs whose label matches this shell pattern (default: all)", default="*",
+                 metavar="PATTERN"),
     )  # fmt: skip
-    parser.add_argument(
-        "--parallel", type=int, metavar="N",
-        help="number of runs at the same time on this machine (default: as many as fit on its GPUs; 1 on a CPU)",
+    add_flags(
+        parser.add_mutually_exclusive_group(),
+        switch("--status", "print the state of every run and stop"),
+        switch("--dry-run", "print every command, its tokens, FLOPs and time and stop"),
     )  # fmt: skip
-    parser.add_argument(
-        "--gpu", choices=sorted(GPUS),
-        help="with --dry-run: GPU for which the planner predicts times; default: times of finished runs",
+    add_flags(
+        parser.add_mutually_exclusive_group(),
+        switch("--local", "run on this machine (default where there is no sbatch)"),
+        switch("--slurm", "submit job arrays (default where there is sbatch); with --dry-run: print their scripts"),
     )  # fmt: skip
-    return parser
+    return add_flags(
+        parser,
+        int_flag("--parallel", "number of runs at the same time on this machine (default: as many as fit on its GPUs; "
+                 "1 on a CPU)"),
+        argument("--gpu", "with --dry-run: GPU for which the planner predicts times; default: times of finished runs",
+                 choices=sorted(GPUS)),
+    )  # fmt: skip
 
 
 @returns_exit_status()

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megafp8.cli.command_flags import add_flags, argument, float_flag, int_flag, path_flag, switch
 from megafp8.cli.common import build_command_parser, returns_exit_status, stderr_log
 from megafp8.config import flags
 from megafp8.config.rules.paths import write_problem
@@ -28,7 +29,6 @@ from megafp8.launch.slurm import is_requeued_without_progress, requeue, slurm_jo
 from megafp8.launch.supervisor import RestartPolicy, Supervisor, saved_step
 from megafp8.resilience.run_state import read_run_state
 from megafp8.utils.best_effort import best_effort, optional_write
-from megafp8.utils.files import path_argument
 
 TRAINING_COMMANDS = ("pretrain_gpt.py", "pretrain-gpt", "megafp8.cli.pretrain")
 REQUEUED_STATUSES = (PREEMPTED, INTERNAL, HUNG)
@@ -37,45 +37,26 @@ log = stderr_log("supervise: ")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = build_command_parser(__doc__)
-    parser.add_argument(
-        "--max-restarts", type=int, default=DEFAULTS.max_restarts, metavar="N",
-        help="maximum number of consecutive restarts without progress (default %(default)s)",
+    return add_flags(
+        build_command_parser(__doc__),
+        int_flag("--max-restarts", "maximum number of consecutive restarts without progress (default %(default)s)",
+                 default=DEFAULTS.max_restarts),
+        int_flag("--min-progress-steps", "saved steps that count as progress; 0: every restart counts (default "
+                 "%(default)s)", default=DEFAULTS.min_progress_steps),
+        switch("--retry-bad-numbers", "also restart after non-finite numbers (status 65), which faulty hardware may "
+               "cause; counts as a restart without progress"),
+        float_flag("--backoff-s", "pause before a restart, in seconds; doubled after each restart without progress "
+                   "(default %(default)g)", default=DEFAULTS.backoff_s, metavar="S"),
+        float_flag("--grace-s", "seconds to save after a signal, before torchrun and its ranks are killed (default "
+                   "%(default)g, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT)", default=DEFAULTS.grace_s, metavar="S"),
+        switch("--requeue", "in a Slurm job: requeue the job after a signal, or if restarts failed and other nodes may "
+               "help"),
+        int_flag("--max-requeues", "maximum number of requeues (default %(default)s)", default=100),
+        float_flag("--least-time-s", "with --requeue: do not restart in the last S seconds of the job, after its "
+                   "warning signal", default=0.0, metavar="S"),
+        path_flag("--run-folder", "the --save of the run, if it is not in the command", metavar="DIR"),
+        argument("command", "after --: the training command", nargs="+", metavar="COMMAND"),
     )  # fmt: skip
-    parser.add_argument(
-        "--min-progress-steps", type=int, default=DEFAULTS.min_progress_steps, metavar="N",
-        help="saved steps that count as progress; 0: every restart counts (default %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--retry-bad-numbers", action="store_true",
-        help="also restart after non-finite numbers (status 65), which faulty hardware may cause; counts as a restart "
-        "without progress",
-    )  # fmt: skip
-    parser.add_argument(
-        "--backoff-s", type=float, default=DEFAULTS.backoff_s, metavar="S",
-        help="pause before a restart, in seconds; doubled after each restart without progress (default %(default)g)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--grace-s", type=float, default=DEFAULTS.grace_s, metavar="S",
-        help="seconds to save after a signal, before torchrun and its ranks are killed (default %(default)g, "
-        "or TORCH_ELASTIC_SHUTDOWN_TIMEOUT)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--requeue", action="store_true",
-        help="in a Slurm job: requeue the job after a signal, or if restarts failed and other nodes may help",
-    )  # fmt: skip
-    parser.add_argument(
-        "--max-requeues", type=int, default=100, metavar="N", help="maximum number of requeues (default %(default)s)"
-    )
-    parser.add_argument(
-        "--least-time-s", type=float, default=0.0, metavar="S",
-        help="with --requeue: do not restart in the last S seconds of the job, after its warning signal",
-    )  # fmt: skip
-    parser.add_argument(
-        "--run-folder", type=path_argument, metavar="DIR", help="the --save of the run, if it is not in the command"
-    )
-    parser.add_argument("command", nargs="+", metavar="COMMAND", help="after --: the training command")
-    return parser
 
 
 def run_folder(command: Sequence[str]) -> Path:

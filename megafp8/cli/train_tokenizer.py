@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from megafp8.cli.command_flags import add_flags, argument, int_flag, switch
 from megafp8.cli.common import build_command_parser, returns_exit_status
 from megafp8.data.preprocessing import tokenizer_training
 from megafp8.data.preprocessing.sources import MAX_DOCUMENT_BYTES
@@ -23,33 +24,22 @@ from megafp8.utils.files import path_text
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = build_command_parser(__doc__)
-    parser.add_argument(
-        "--input", nargs="+", type=path_text, required=True, help="text files, in the formats of megafp8 preprocess"
-    )
-    parser.add_argument("--json-key", default="text", help="key of the text in a JSON line (default %(default)s)")
-    parser.add_argument(
-        "--vocab-size", type=int, required=True, help="number of ids, including 261 fixed ones (byte-bpe: 257)"
-    )
-    parser.add_argument(
-        "--model-prefix", type=path_text, required=True, metavar="PREFIX", help="path prefix of the files to write"
-    )
-    parser.add_argument(
-        "--model-type",
-        choices=tokenizer_training.MODEL_TYPES,
-        default="bpe",
-        help="type of model (default %(default)s)",
-    )
-    parser.add_argument(
-        "--max-text-bytes", type=int, metavar="N", help="train on the first N bytes of text (default: all of it)"
-    )
-    parser.add_argument(
-        "--max-document-bytes", type=int, default=MAX_DOCUMENT_BYTES, metavar="N",
-        help="largest document, decompressed; a longer one is an error (default %(default)s)",
+    return add_flags(
+        build_command_parser(__doc__),
+        argument("--input", "text files, in the formats of megafp8 preprocess", nargs="+", type=path_text,
+                 required=True),
+        argument("--json-key", "key of the text in a JSON line (default %(default)s)", default="text"),
+        argument("--vocab-size", "number of ids, including 261 fixed ones (byte-bpe: 257)", type=int, required=True),
+        argument("--model-prefix", "path prefix of the files to write", type=path_text, required=True,
+                 metavar="PREFIX"),
+        argument("--model-type", "type of model (default %(default)s)", choices=tokenizer_training.MODEL_TYPES,
+                 default="bpe"),
+        int_flag("--max-text-bytes", "train on the first N bytes of text (default: all of it)"),
+        int_flag("--max-document-bytes", "largest document, decompressed; a longer one is an error (default "
+                 "%(default)s)", default=MAX_DOCUMENT_BYTES),
+        argument("--num-threads", "threads (default %(default)s)", type=int, default=os.cpu_count() or 1),
+        switch("--overwrite", "replace an existing model"),
     )  # fmt: skip
-    parser.add_argument("--num-threads", type=int, default=os.cpu_count() or 1, help="threads (default %(default)s)")
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing model")
-    return parser
 
 
 def train(options: argparse.Namespace) -> tokenizer_training.TrainingSummary:

@@ -16,29 +16,25 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from megafp8.cli.command_flags import add_flags, argument, path_flag
 from megafp8.cli.common import TRAINING_SCRIPT, Parser, build_command_parser, returns_exit_status, stderr_log
 from megafp8.recipes import registry
-from megafp8.utils.files import atomic_write, atomic_write_json, path_argument
+from megafp8.utils.files import atomic_write, atomic_write_json
 
 PARTS = ("casts", "linears", "steps", "speed", "attention")
 log = stderr_log("verify-device: ")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = build_command_parser(__doc__, Parser)
-    parser.add_argument(
-        "--recipes", nargs="+", choices=registry.names(), default=list(registry.names()), metavar="NAME",
-        help=f"recipes to compare, of {', '.join(registry.names())} (default: all)",
+    return add_flags(
+        build_command_parser(__doc__, Parser),
+        argument("--recipes", f"recipes to compare, of {', '.join(registry.names())} (default: all)", nargs="+",
+                 choices=registry.names(), default=list(registry.names()), metavar="NAME"),
+        argument("--parts", f"what to compare, of {', '.join(PARTS)} (default: all)", nargs="+", choices=PARTS,
+                 default=list(PARTS), metavar="PART"),
+        path_flag("--output", "folder of the report (default %(default)s)", default=Path("runs/device_report"),
+                  metavar="FOLDER"),
     )  # fmt: skip
-    parser.add_argument(
-        "--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART",
-        help=f"what to compare, of {', '.join(PARTS)} (default: all)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--output", type=path_argument, default=Path("runs/device_report"), metavar="FOLDER",
-        help="folder of the report (default %(default)s)",
-    )  # fmt: skip
-    return parser
 
 
 @returns_exit_status()
