@@ -45,9 +45,8 @@ def main(argv: Sequence[str]) -> int:
 
     cpu_patches.install()
     from megafp8.launch.doctor.facts import driver_facts, installed_packages
-    from megafp8.training.device_verification.device import find_device
     from megafp8.training.device_verification.report import report_data, report_text
-    from megafp8.training.device_verification.verify import verify
+    from megafp8.training.device_verification.verify import find_device, verify
 
     driver, _, _ = driver_facts()
     device = find_device(installed_packages(), driver)

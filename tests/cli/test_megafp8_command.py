@@ -24,6 +24,7 @@ SHARED_MODULES = {
     "job_options",
     "stability_checkpoint",
     "progress_display",
+    "command_flags",
     "goodput_flags",
 }
 

@@ -1,7 +1,6 @@
 """Transformer Engine's own quantizers on this GPU compared with ours, on new tensors: every byte and every scale."""
 
 import itertools
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -10,29 +9,12 @@ from golden import DTYPES, Arrays
 from te_storage import NEEDS_TRANSFORMER_ENGINE
 from test_golden_casts import check_cast, check_delayed_cast
 
+from megafp8.training.device_verification.comparisons import cast_inputs
+
 pytestmark = NEEDS_TRANSFORMER_ENGINE
 
 SHAPES = ((128, 128), (256, 384), (272, 144), (64, 1024), (400, 48), (200, 272), (16, 2048))
 BITS = {"bf16": torch.int16, "fp16": torch.int16, "fp32": torch.int32}
-
-
-def tensors(shape: tuple[int, int]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Distributions that break quantizers, in FP32."""
-    generator = torch.Generator().manual_seed(shape[0] * 10_000 + shape[1])
-    normal = torch.randn(shape, generator=generator)
-    exponents = torch.randint(-12, 12, (shape[0], 1), generator=generator).float()
-    yield "normal", normal
-    yield "tiny", normal * 1e-30
-    yield "huge", normal * 1e30
-    yield "rows", normal * 10**exponents
-    yield "cols", normal * torch.logspace(-6, 6, shape[1])
-    yield "outlier", normal.clone().index_put_((torch.tensor(3), torch.tensor(5)), torch.tensor(1e30))
-    yield "zeroblocks", normal * (torch.arange(shape[0]) // 32 % 2)[:, None]
-    yield "allzero", torch.zeros(shape)
-    yield "equal", torch.full(shape, 0.3)
-    yield "denormal", normal * 1e-40
-    yield "inf", normal.clone().index_put_((torch.tensor(0), torch.tensor(1)), torch.tensor(float("inf")))
-    yield "nan", normal.clone().index_put_((torch.tensor(7), torch.tensor(2)), torch.tensor(float("nan")))
 
 
 def as_bytes(tensor: torch.Tensor) -> np.ndarray:
@@ -78,7 +60,7 @@ def te_casts(base: str, x: torch.Tensor, dtype: str) -> Arrays:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bytes_and_scales(shape: tuple[int, int], dtype: str) -> None:
     compared, differing = 0, []
-    for name, x in tensors(shape):
+    for name, x in cast_inputs(shape).items():
         base = f"{shape[0]}x{shape[1]}/{name}/{dtype}"
         arrays = te_casts(base, x, dtype)
         for key in arrays:

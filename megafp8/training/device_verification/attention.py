@@ -37,6 +37,16 @@ class AttentionTrial:
         """Whether it is unavailable, or near enough to FP32."""
         return self.wrong is None and (self.error is None or self.error <= LARGEST_ERROR)
 
+    def problem(self) -> str:
+        """A line on values that are wrong."""
+        return f"attention, {self.backend}: {self.wrong or f'differs by {self.error:.1e} from FP32'}"
+
+    def row(self) -> tuple[str, ...]:
+        """A row of the report."""
+        if self.error is None or self.ms is None:
+            return self.backend, "", self.wrong or f"not available: {self.unavailable}"
+        return self.backend, f"{self.ms:.3f}", f"{self.error:.1e}"
+
 
 def try_backend(backend: str) -> AttentionTrial:
     """Run one backend in a process of its own."""

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from megafp8.device.capability import capability_text
-from megafp8.training.device_verification.casts import CastComparison
-from megafp8.training.device_verification.linears import largest
 from megafp8.training.device_verification.verify import Verification
 from megafp8.utils.strict_json import finite_or_null
 
 SHOWN_DIFFERENCES = 20
+CAST_HEADER = ("recipe", "format", "casts", "differing")
 
 
 def report_data(found: Verification) -> dict[str, Any]:
@@ -28,22 +28,13 @@ def report_text(found: Verification) -> str:
     native = ", ".join(device.native_recipes) or "none"
     lines = [f"# {device.name}{capability}", "", f"Native recipes: {native}.", ""]
     lines += table(("package", "version"), device.versions.items())
-    problems = found.problems
     lines += ["", "## Verdict", ""]
     agreed = "Everything that was compared agrees." if found.has_compared else "Nothing native was compared."
-    lines += [f"- {problem}" for problem in problems] or [agreed, ""]
+    lines += [f"- {problem}" for problem in found.problems] or [agreed, ""]
     lines += [f"- NOT RUN: {part}: {reason}" for part, reason in found.not_run.items()]
-    sections = {
-        "Casts: codes and scales, byte for byte": cast_rows(found.casts),
-        "Emulation on this GPU and on the CPU": cast_rows(found.emulation),
-        "Linears: the largest difference as a fraction of its bound": linear_rows(found),
-        "Ten training steps": step_rows(found),
-        "Speed of a linear, forward and backward pass, with casts": speed_rows(found),
-        "Attention backends, BF16": attention_rows(found),
-    }
-    for title, rows in sections.items():
-        if len(rows) > 1:
-            lines += ["", f"## {title}", "", *table(rows[0], rows[1:])]
+    for title, header, rows in sections(found):
+        if rows:
+            lines += ["", f"## {title}", "", *table(header, rows)]
     differing = [f"{each.recipe} {each.format}: {line}" for each in found.casts for line in each.differing]
     if differing:
         lines += ["", "## Casts that differ", "", *(f"- {line}" for line in differing[:SHOWN_DIFFERENCES])]
@@ -54,49 +45,44 @@ def report_text(found: Verification) -> str:
 Rows = list[Sequence[str]]
 
 
-def cast_rows(comparisons: Iterable[CastComparison]) -> Rows:
-    """Header and rows."""
-    rows: Rows = [("recipe", "format", "casts", "differing")]
-    return rows + [(each.recipe, each.format, str(each.compared), str(len(each.differing))) for each in comparisons]
+def sections(found: Verification) -> Iterator[tuple[str, Sequence[str], Rows]]:
+    """Title, header and rows of each table."""
+    for title, casts in (
+        ("Casts: codes and scales, byte for byte", found.casts),
+        ("Emulation on this GPU and on the CPU", found.emulation),
+    ):
+        yield title, CAST_HEADER, [(it.recipe, it.format, str(it.compared), str(len(it.differing))) for it in casts]
+    yield (
+        "Linears: the largest difference as a fraction of its bound",
+        ("recipe", "format", "largest", "fprop rms", "dgrad rms", "wgrad rms"),
+        linear_rows(found),
+    )
+    yield (
+        "Ten training steps",
+        ("recipe", "format", "native against emulated", "last loss, emulated"),
+        [each.row() for each in found.steps],
+    )
+    yield (
+        "Speed of a linear, forward and backward pass, with casts",
+        ("tokens x inputs x outputs", "recipe", "ms", "to BF16"),
+        [
+            (" x ".join(map(str, each.sizes)), each.recipe or "bf16", f"{each.ms:.3f}", f"{each.speedup:.2f}")
+            for each in found.speed
+        ],
+    )
+    yield "Attention backends, BF16", ("backend", "ms", "error against FP32"), [each.row() for each in found.attention]
 
 
 def linear_rows(found: Verification) -> Rows:
-    """Header and rows, one for a recipe and format."""
-    rows: Rows = [("recipe", "format", "largest", "fprop rms", "dgrad rms", "wgrad rms")]
+    """A row for each recipe and format. A NaN counts as infinite."""
+    rows: Rows = []
     for (recipe, number_format), group in itertools.groupby(found.linears, lambda each: (each.recipe, each.format)):
         comparisons = list(group)
+        fractions = (each.bound_fraction for each in comparisons)
+        largest = max(math.inf if math.isnan(fraction) else fraction for fraction in fractions)
         errors = {each.gemm: each.rms_error for each in comparisons}  # of the largest sizes, which come last
         texts = (f"{errors[gemm]:.1e}" if gemm in errors else "" for gemm in ("fprop", "dgrad", "wgrad"))
-        rows.append((recipe, number_format, f"{largest(comparisons):.2f}", *texts))
-    return rows
-
-
-def step_rows(found: Verification) -> Rows:
-    """Header and rows."""
-    rows: Rows = [("recipe", "format", "native against emulated", "last loss, emulated")]
-    for each in found.steps:
-        gap = each.failure or ("emulated only" if each.gap is None else f"{each.gap:.1e}")
-        last = "" if each.last_loss is None else f"{each.last_loss:.4f}"
-        rows.append((each.recipe, each.format, " ".join(gap.split()), last))
-    return rows
-
-
-def speed_rows(found: Verification) -> Rows:
-    """Header and rows."""
-    rows: Rows = [("tokens x inputs x outputs", "recipe", "ms", "to BF16")]
-    for each in found.speed:
-        rows.append((" x ".join(map(str, each.sizes)), each.recipe or "bf16", f"{each.ms:.3f}", f"{each.speedup:.2f}"))
-    return rows
-
-
-def attention_rows(found: Verification) -> Rows:
-    """Header and rows."""
-    rows: Rows = [("backend", "ms", "error against FP32")]
-    for each in found.attention:
-        if each.error is None or each.ms is None:
-            rows.append((each.backend, "", each.wrong or f"not available: {each.unavailable}"))
-        else:
-            rows.append((each.backend, f"{each.ms:.3f}", f"{each.error:.1e}"))
+        rows.append((recipe, number_format, f"{largest:.2f}", *texts))
     return rows
 
 

@@ -53,6 +53,16 @@ class StepComparison:
         is_finite = self.last_loss is not None and math.isfinite(self.last_loss)
         return self.failure is None and is_finite and (self.gap is None or self.gap <= LARGEST_GAP)
 
+    def problem(self) -> str:
+        """A line on losses that differ, or a failure."""
+        return f"{self.recipe} {self.format}: training: {self.failure or f'losses differ by {self.gap}'}"
+
+    def row(self) -> tuple[str, ...]:
+        """A row of the report."""
+        gap = self.failure or ("emulated only" if self.gap is None else f"{self.gap:.1e}")
+        last = "" if self.last_loss is None else f"{self.last_loss:.4f}"
+        return self.recipe, self.format, " ".join(gap.split()), last
+
 
 def compare_steps(recipe: str, number_format: str, script: Path, is_native: bool) -> StepComparison:
     """Train in both implementations, or emulated only.

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Optional
+from typing import Optional
 
+import torch
+
+from megafp8.device import capability, platform
 from megafp8.recipes import registry
+from megafp8.training.device_verification import comparisons
 from megafp8.training.device_verification.attention import BACKENDS, AttentionTrial, try_backend
-from megafp8.training.device_verification.casts import CastComparison, compare_casts, compare_devices, failure_text
-from megafp8.training.device_verification.linears import LinearComparison, compare_linears
-from megafp8.training.device_verification.native import NativeLayers
-from megafp8.training.device_verification.speed import LinearSpeed, measure_speed
+from megafp8.training.device_verification.comparisons import (
+    CastComparison,
+    LinearComparison,
+    LinearSpeed,
+    NativeLayers,
+    failure_text,
+)
 from megafp8.training.device_verification.steps import StepComparison, compare_steps
 
 MAX_RUNS = 6
-PARTS = ("casts", "linears", "steps", "speed", "attention")
+PACKAGES = ("megafp8", "torch", "megatron-core", "transformer-engine", "triton", "flash-attn")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +48,29 @@ class Device:
     native_recipes: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+def find_device(packages: Mapping[str, str], driver: Optional[str]) -> Device:
+    """This machine's GPU, or its CPU.
+
+    Args:
+        packages: versions of installed packages by name.
+        driver: version of the GPU's driver.
+    """
+    target = capability.detect_target()
+    versions = {"Python": sys.version.split()[0]} | {name: packages[name] for name in PACKAGES if name in packages}
+    is_gpu = target.kind == "cuda"
+    if is_gpu:
+        found = {"driver": driver, "CUDA": torch.version.cuda, "cuDNN": str(torch.backends.cudnn.version())}
+        versions |= {name: value for name, value in found.items() if value is not None}
+    return Device(
+        name=torch.cuda.get_device_name() if is_gpu else platform.cpu_name(),
+        kind=target.kind,
+        compute_capability=target.compute_capability if is_gpu else None,
+        versions=versions,
+        native_recipes=tuple(capability.native_recipes(target)),
+    )
+
+
+@dataclass(kw_only=True)
 class Verification:
     """Results. A part that was not asked for, or that the device cannot run, is empty.
 
@@ -52,14 +82,14 @@ class Verification:
     """
 
     device: Device
-    casts: tuple[CastComparison, ...] = ()
-    emulation: tuple[CastComparison, ...] = ()
-    linears: tuple[LinearComparison, ...] = ()
-    steps: tuple[StepComparison, ...] = ()
-    speed: tuple[LinearSpeed, ...] = ()
-    attention: tuple[AttentionTrial, ...] = ()
+    casts: list[CastComparison] = field(default_factory=list)
+    emulation: list[CastComparison] = field(default_factory=list)
+    linears: list[LinearComparison] = field(default_factory=list)
+    steps: list[StepComparison] = field(default_factory=list)
+    speed: list[LinearSpeed] = field(default_factory=list)
+    attention: list[AttentionTrial] = field(default_factory=list)
     not_run: dict[str, str] = field(default_factory=dict)
-    failures: tuple[str, ...] = ()
+    failures: list[str] = field(default_factory=list)
 
     @property
     def has_compared(self) -> bool:
@@ -69,28 +99,13 @@ class Verification:
     @property
     def problems(self) -> list[str]:
         """A line for everything that is wrong; speed is no criterion."""
-        found = [
-            f"{each.recipe} {each.format}: {len(each.differing)} of {each.compared} casts differ{where}; the first is "
-            f"{each.differing[0]}"
-            for casts, where in ((self.casts, ""), (self.emulation, " between the emulation on GPU and CPU"))
-            for each in casts
-            if each.differing
-        ]
-        found += [
-            f"{each.recipe} {each.format}: {each.gemm} of {' x '.join(map(str, each.sizes))} "
-            + (f"failed: {each.failure}" if each.failure else f"differs by {each.bound_fraction:.2f} times its bound")
-            for each in self.linears
-            if not each.bound_fraction <= 1
-        ]
-        found += [
-            f"{each.recipe} {each.format}: training: {each.failure or f'losses differ by {each.gap}'}"
-            for each in self.steps
-            if not each.is_right
-        ]
-        found += self.failures
-        wrong = [each for each in self.attention if not each.is_right]
-        return found + [
-            f"attention, {each.backend}: {each.wrong or f'differs by {each.error:.1e} from FP32'}" for each in wrong
+        return [
+            *(each.problem() for each in self.casts if each.differing),
+            *(each.problem(" between the emulation on GPU and CPU") for each in self.emulation if each.differing),
+            *(each.problem() for each in self.linears if not each.bound_fraction <= 1),
+            *(each.problem() for each in self.steps if not each.is_right),
+            *self.failures,
+            *(each.problem() for each in self.attention if not each.is_right),
         ]
 
 
@@ -99,9 +114,12 @@ def te_formats(recipe: str) -> tuple[str, ...]:
     return tuple(each for each in registry.get(recipe).formats if each != "e5m2")
 
 
+Report = Callable[[str], None]
+
+
 def verify(
-    device: Device, native: Optional[NativeLayers], recipes: Sequence[str], parts: Iterable[str], script: Path,
-    report_progress: Callable[[str], None],
+    device: Device, native: Optional[NativeLayers], recipes: Sequence[str], parts: Collection[str], script: Path,
+    report_progress: Report,
 ) -> Verification:  # fmt: skip
     """Run the parts, for the recipes that the device supports natively and, emulated, for the others.
 
@@ -110,60 +128,47 @@ def verify(
         script: `pretrain_gpt.py`.
         report_progress: called with a line before each comparison.
     """
-    requested = set(parts)
     native_recipes = [name for name in recipes if native is not None and name in device.native_recipes]
-    found = Findings(report_progress)
-    not_run: dict[str, str] = {}
+    found = Verification(device=device)
     if native is not None and native_recipes:
-        compare_native(native, native_recipes, requested, found)
+        compare_native(native, native_recipes, parts, found, report_progress)
     else:
-        not_run = {
-            part: "no chosen recipe is native on this device"
-            for part in ("casts", "linears", "speed")
-            if part in requested
-        }
-    compare_emulated(device, native_recipes, recipes, requested, script, found)
-    if "attention" in requested and device.kind == "cuda":
+        reason = "no chosen recipe is native on this device"
+        found.not_run |= {part: reason for part in ("casts", "linears", "speed") if part in parts}
+    compare_emulated(native_recipes, recipes, parts, script, found, report_progress)
+    if "attention" in parts and device.kind == "cuda":
         for backend in BACKENDS:
             report_progress(f"attention: {backend}")
-            found.results["attention"].append(try_backend(backend))
-    elif "attention" in requested:
-        not_run["attention"] = "Transformer Engine's attention needs a GPU"
-    results = {name: tuple(each) for name, each in found.results.items()}
-    return Verification(device=device, not_run=not_run, failures=tuple(found.failures), **results)
+            found.attention.append(try_backend(backend))
+    elif "attention" in parts:
+        found.not_run["attention"] = "Transformer Engine's attention needs a GPU"
+    return found
 
 
-@dataclass
-class Findings:
-    """What a verification has found so far; see `Verification`."""
-
-    report_progress: Callable[[str], None]
-    results: dict[str, list[Any]] = field(default_factory=lambda: {part: [] for part in (*PARTS, "emulation")})
-    failures: list[str] = field(default_factory=list)
-
-
-def compare_native(native: NativeLayers, recipes: Sequence[str], requested: Collection[str], found: Findings) -> None:
+def compare_native(
+    native: NativeLayers, recipes: Sequence[str], parts: Collection[str], found: Verification, report_progress: Report
+) -> None:
     """Casts and linears of the device against the emulation, and their speed."""
     for name in recipes:
         for number_format in te_formats(name):
-            if "casts" in requested:
-                found.report_progress(f"{name} {number_format}: casts")
-                found.results["casts"].append(compare_casts(native, name, number_format))
-            if "linears" in requested:
-                found.report_progress(f"{name} {number_format}: linears")
-                found.results["linears"] += compare_linears(native, name, number_format)
-    if "speed" in requested:
-        found.report_progress("speed of linears")
+            if "casts" in parts:
+                report_progress(f"{name} {number_format}: casts")
+                found.casts.append(comparisons.compare_casts(native, name, number_format))
+            if "linears" in parts:
+                report_progress(f"{name} {number_format}: linears")
+                found.linears += comparisons.compare_linears(native, name, number_format)
+    if "speed" in parts:
+        report_progress("speed of linears")
         formats = {name: registry.get(name).default_format for name in recipes}
         try:
-            found.results["speed"] = measure_speed(native, formats)
+            found.speed += comparisons.measure_speed(native, formats)
         except Exception as error:
             found.failures.append(f"speed of linears: failed: {failure_text(error)}")
 
 
 def compare_emulated(
-    device: Device, native_recipes: Sequence[str], recipes: Sequence[str], requested: Collection[str], script: Path,
-    found: Findings,
+    native_recipes: Sequence[str], recipes: Sequence[str], parts: Collection[str], script: Path, found: Verification,
+    report_progress: Report,
 ) -> None:  # fmt: skip
     """Training steps in all recipes, and the emulation on the GPU against that on the CPU.
 
@@ -174,15 +179,15 @@ def compare_emulated(
         runs = {
             name: pool.submit(compare_steps, name, number_format, script, name in native_recipes)
             for name, number_format in formats.items()
-            if "steps" in requested
+            if "steps" in parts
         }
         for name, number_format in formats.items():
-            if "casts" in requested and device.kind == "cuda":
-                found.report_progress(f"{name} {number_format}: emulation on GPU and CPU")
+            if "casts" in parts and found.device.kind == "cuda":
+                report_progress(f"{name} {number_format}: emulation on GPU and CPU")
                 try:
-                    found.results["emulation"].append(compare_devices(name, number_format, "cuda"))
+                    found.emulation.append(comparisons.compare_devices(name, number_format, "cuda"))
                 except Exception as error:
                     found.failures.append(f"{name} {number_format}: emulation on GPU: failed: {failure_text(error)}")
         for name, run in runs.items():
-            found.report_progress(f"{name} {formats[name]}: training steps")
-            found.results["steps"].append(run.result())
+            report_progress(f"{name} {formats[name]}: training steps")
+            found.steps.append(run.result())

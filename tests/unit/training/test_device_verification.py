@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -21,18 +20,18 @@ from megafp8.recipes import registry
 from megafp8.recipes.base import OPERANDS_OF, Gemm, Operand
 from megafp8.training.device_verification import attention, steps
 from megafp8.training.device_verification.attention import AttentionTrial
-from megafp8.training.device_verification.casts import (
+from megafp8.training.device_verification.comparisons import (
     TO_NEAREST,
     CastComparison,
     compare_casts,
     compare_devices,
+    compare_linears,
+    measure_speed,
     plan_of,
 )
-from megafp8.training.device_verification.linears import compare_linears
 from megafp8.training.device_verification.report import report_data, report_text
-from megafp8.training.device_verification.speed import measure_speed
-from megafp8.training.device_verification.steps import StepComparison, compare_steps
-from megafp8.training.device_verification.verify import PARTS, Device, Verification, te_formats, verify
+from megafp8.training.device_verification.steps import compare_steps
+from megafp8.training.device_verification.verify import Device, Verification, te_formats, verify
 
 NATIVE = ("tensorwise", "delayed", "blockwise", "mxfp8", "nvfp4")
 SIDES = {
@@ -141,10 +140,10 @@ class StandIn:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few sizes; each recipe has incomplete blocks of 128 among them."""
-    from megafp8.training.device_verification import casts, linears
+    from megafp8.training.device_verification import comparisons
 
-    monkeypatch.setattr(casts, "CAST_SHAPES", ((160, 544),))
-    monkeypatch.setattr(linears, "LINEAR_SIZES", ((64, 256, 96),))
+    monkeypatch.setattr(comparisons, "CAST_SHAPES", ((160, 544),))
+    monkeypatch.setattr(comparisons, "LINEAR_SIZES", ((64, 256, 96),))
 
 
 @pytest.mark.parametrize("recipe", NATIVE)
@@ -275,7 +274,7 @@ def test_the_command_on_a_blackwell_stand_in(
     """All parts with a device of capability 10.0; exit status and both files."""
     from megafp8.cli import verify_device
     from megafp8.mcore import cpu_patches
-    from megafp8.training.device_verification import device, verify
+    from megafp8.training.device_verification import comparisons, verify
 
     blackwell = Device(
         name="a B200", kind="cuda", compute_capability=(10, 0), versions={"torch": "2"}, native_recipes=NATIVE
@@ -283,11 +282,11 @@ def test_the_command_on_a_blackwell_stand_in(
     native = SimpleNamespace(TransformerEngineLayers=lambda: StandIn(fault, has_transpose=False))
     monkeypatch.setitem(sys.modules, "megafp8.te.native", native)
     monkeypatch.setattr(cpu_patches, "install", lambda: None)
-    monkeypatch.setattr(device, "find_device", lambda *_: blackwell)
+    monkeypatch.setattr(verify, "find_device", lambda *_: blackwell)
     monkeypatch.setattr(steps, "train", lambda _, folder, flags: [4.0 * (1 + gap * (folder.name != "emulated"))])
     trial = {name: AttentionTrial(name, error=attention_error * (name == "fused"), ms=1.0) for name in verify.BACKENDS}
     monkeypatch.setattr(verify, "try_backend", lambda name: trial[name])
-    monkeypatch.setattr(verify, "compare_devices", lambda recipe, fmt, _: CastComparison(recipe, fmt, 1, ()))
+    monkeypatch.setattr(comparisons, "compare_devices", lambda recipe, fmt, _: CastComparison(recipe, fmt, 1, ()))
     status = verify_device.main(["--recipes", "mxfp8", "nvfp4", "--output", str(tmp_path)])
     text, data = (tmp_path / "report.md").read_text(), json.loads((tmp_path / "report.json").read_text())
     assert status == (problem is not None) and data["ok"] is (problem is None)
@@ -337,10 +336,3 @@ def test_attention_backends() -> None:
 def test_speed_is_the_ratio_of_medians() -> None:
     found = measure_speed(StandIn(), {"mxfp8": "e4m3"}, sizes=[(8, 8, 8)], rounds=3)
     assert [(each.recipe, each.ms, each.speedup) for each in found] == [(None, 2.0, 1.0), ("mxfp8", 1.5, 2.0 / 1.5)]
-
-
-def test_parts_of_the_command() -> None:
-    from megafp8.cli import verify_device
-
-    assert verify_device.PARTS == PARTS
-    assert {field.name for field in dataclasses.fields(StepComparison)} >= {"gap", "failure"}
