@@ -284,7 +284,7 @@ def measure_speed(
     """
     found = []
     for each in sizes:
-        times = native.step_times({None: "", **formats}, each, rounds)
+        times = native.step_times(dict([(None, ""), *formats.items()]), each, rounds)
         medians = {name: statistics.median(values) for name, values in times.items()}
         found += [LinearSpeed(name, each, ms, medians[None] / ms) for name, ms in medians.items()]
     return found
