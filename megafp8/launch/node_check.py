@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Optional
 
 from megafp8.device.node_check_ranks import NodeRank, link_members, node_links
-from megafp8.launch.doctor.checks import run_checks
+from megafp8.launch.doctor.checks import ERROR, run_checks
 from megafp8.launch.doctor.facts import Machine, command_output, find_machine
-from megafp8.launch.doctor.results import ERROR
 from megafp8.utils.files import UnreadableFile
 from megafp8.utils.process import set_parent_death_signal
 from megafp8.utils.strict_json import parse_json, read_json

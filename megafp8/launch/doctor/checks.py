@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Optional
 
 from megafp8.device.capability import Target
 from megafp8.launch.doctor import facts, versions
 from megafp8.launch.doctor.facts import Machine
-from megafp8.launch.doctor.results import DoctorResult, error, import_problem, ok, timeout_text, warning
 from megafp8.launch.doctor.versions import TestedSet, dotted, matches_version, version_numbers
 from megafp8.recipes import registry
 
@@ -26,7 +28,71 @@ DRIVER_FIX = (
 )
 
 
-Check = Callable[[Machine], Iterator[DoctorResult]]
+OK, WARNING, ERROR = "ok", "warning", "error"
+"""Error: training cannot run, or not as this machine should. Warning: it runs, but slower or untested."""
+
+
+@dataclass(frozen=True)
+class DoctorResult:
+    """The result of a check.
+
+    Attributes:
+        fix: how to fix it, preferably as a command; None if nothing is wrong.
+        check: name of the check; `run_checks` sets it.
+    """
+
+    level: str
+    text: str
+    fix: Optional[str] = None
+    check: str = ""
+
+
+ok, warning, error = (partial(DoctorResult, level) for level in (OK, WARNING, ERROR))
+
+
+# ---- failed and slow imports --------------------------------------------------------------------------------------
+
+
+DRIVER_LIBRARY = re.compile(r"lib(cuda|nvidia-[\w-]+)\.so")
+NO_MEMORY = re.compile(r"MemoryError|Cannot allocate memory|exited with status -9\b")
+REINSTALL_FIX = "install the NVIDIA driver (in a container: docker run --gpus all), or a CPU build of torch"
+MEMORY_FIX = (
+    "free memory, or raise the container's limit; dmesg | grep -i oom lists the processes that the kernel killed"
+)
+
+
+def import_problem(machine: Machine, module: str, version: str, reinstall: str) -> Optional[DoctorResult]:
+    """The result of a failed or slow import; None if the import worked or was not tried.
+
+    Args:
+        reinstall: the command that reinstalls the library. Failures of the driver or of memory get another fix.
+    """
+    if module in machine.slow_imports:
+        return warning(
+            f"{version} was not imported {timeout_text(machine, module)}: unknown whether it works",
+            "run the doctor again on an idle machine; to profile the import: "
+            f"python -X importtime -c 'import {module}'",
+        )  # fmt: skip
+    failure = machine.import_errors.get(module)
+    if failure is None:
+        return None
+    fix = reinstall
+    if DRIVER_LIBRARY.search(failure):
+        fix = REINSTALL_FIX
+    elif NO_MEMORY.search(failure):
+        fix = MEMORY_FIX
+    return error(f"{version} cannot be imported: {failure}", fix)
+
+
+def needs_torch(machine: Machine, module: str, version: str, reinstall: str) -> Optional[DoctorResult]:
+    """`import_problem` of a library that imports torch: if that is broken, the check of torch alone reports it."""
+    return import_problem(machine, module, version, reinstall) if machine.works("torch") else None
+
+
+def timeout_text(machine: Machine, module: str) -> str:
+    """The time limit of an import and the load, such as `within 120 s (load of 5.1 a core)`."""
+    load = "" if machine.load_per_core is None else f" (load {machine.load_per_core:.1f} per core)"
+    return f"within {machine.slow_imports[module]:g} s{load}"
 
 
 # ---- libraries ----------------------------------------------------------------------------------------------------
@@ -37,87 +103,75 @@ def python(machine: Machine) -> Iterator[DoctorResult]:
     version = dotted(machine.python)
     if not versions.PYTHON_FROM <= machine.python[:2] < versions.PYTHON_BELOW:
         fix = "install python3.11, then: bash tests/run.sh"
-        yield error("Python", f"{version}: megafp8 needs {versions.PYTHONS}", fix)
+        yield error(f"{version}: megafp8 needs {versions.PYTHONS}", fix)
     elif (3, 11) <= machine.python < (3, 11, 4):
-        text = (
+        yield warning(
             f"{version}: Python 3.11.0 to 3.11.3 pickle enum members as calls of getattr. megafp8 reads such "
-            "checkpoints; other safe loaders may refuse them"
-        )
-        yield warning("Python", text, "install Python 3.11.4 or newer")
+            "checkpoints; other safe loaders may refuse them", "install Python 3.11.4 or newer",
+        )  # fmt: skip
     else:
-        yield ok("Python", version)
+        yield ok(version)
 
 
 def torch(machine: Machine) -> Iterator[DoctorResult]:
     """torch is installed, can be imported and is recent enough."""
     version = machine.torch_version or machine.packages.get("torch")
     if version is None:
-        yield error("torch", "is not installed", "pip install -c constraints.txt torch")
-    elif problem := import_problem(machine, "torch", "torch", version, "pip install --force-reinstall torch"):
+        yield error("is not installed", "pip install -c constraints.txt torch")
+    elif problem := import_problem(machine, "torch", version, "pip install --force-reinstall torch"):
         yield problem
     elif version_numbers(version) < versions.TORCH_FROM:
         least = dotted(versions.TORCH_FROM)
-        yield error("torch", f"{version} is older than {least}", f"pip install --upgrade 'torch>={least}'")
+        yield error(f"{version} is older than {least}", f"pip install --upgrade 'torch>={least}'")
     else:
-        yield ok("torch", version + (f", CUDA {machine.torch_cuda}" if machine.torch_cuda else ", built without CUDA"))
+        yield ok(version + (f", CUDA {machine.torch_cuda}" if machine.torch_cuda else ", built without CUDA"))
 
 
 def megatron_core(machine: Machine) -> Iterator[DoctorResult]:
     """megatron-core is installed, in a version that the project's patches are written for."""
     version = machine.packages.get("megatron-core")
     fix = f"pip install 'megatron-core=={versions.megatron_core_for(machine.python)}'"
-    then = f"fix this error, then: {fix}"
     if version is None:
-        yield error("megatron-core", "is not installed", fix)
+        yield error("is not installed", fix)
     elif not any(matches_version(version, each) for each in versions.MEGATRON_CORE_VERSIONS):
         supported = " and ".join(versions.MEGATRON_CORE_VERSIONS)
-        yield error("megatron-core", f"{version}: supported versions are {supported}", fix)
-    elif machine.works("torch") and (
-        problem := import_problem(machine, "megatron-core", "megatron.core", version, then)
-    ):
-        # Without torch nothing can be imported, and the check of torch reports that.
+        yield error(f"{version}: supported versions are {supported}", fix)
+    elif problem := needs_torch(machine, "megatron.core", version, f"fix this error, then: {fix}"):
         yield problem
     else:
-        yield ok("megatron-core", version)
+        yield ok(version)
 
 
 def libraries(machine: Machine) -> Iterator[DoctorResult]:
     """The other required libraries are installed."""
     missing = [name for name in LIBRARIES if name not in machine.packages]
     if missing:
-        yield error("libraries", f"not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}")
-    elif problem := import_problem(machine, "libraries", "numpy", "numpy", "pip install --force-reinstall numpy"):
+        yield error(f"not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}")
+    elif problem := import_problem(machine, "numpy", "numpy", "pip install --force-reinstall numpy"):
         yield problem
     else:
-        yield ok("libraries", ", ".join(f"{name} {machine.packages[name]}" for name in LIBRARIES))
+        yield ok(", ".join(f"{name} {machine.packages[name]}" for name in LIBRARIES))
 
 
 def transformer_engine(machine: Machine) -> Iterator[DoctorResult]:
     """Transformer Engine works or is absent. A broken one keeps megatron-core from being imported."""
-    version, check = machine.packages.get("transformer-engine"), "Transformer Engine"
-    remove = "pip uninstall transformer-engine"
-    again = f"pip install --force-reinstall --no-deps 'transformer-engine[pytorch]=={version}', or: {remove}"
-    if version is None:
-        if machine.has_gpu:
-            yield warning(
-                check, "is not installed: FP8 is emulated, which is slower than BF16", "pip install 'megafp8[te]'"
-            )  # fmt: skip
-        else:
-            yield ok(check, "not installed, and not needed without a GPU")
+    version = machine.packages.get("transformer-engine")
+    install = f"'transformer-engine[pytorch]=={version}', or: pip uninstall transformer-engine"
+    if version is None and machine.has_gpu:
+        yield warning("is not installed: FP8 is emulated, which is slower than BF16", "pip install 'megafp8[te]'")
+    elif version is None:
+        yield ok("not installed, and not needed without a GPU")
     elif not machine.has_te_torch_part:
         state = "is installed without its torch extension"
         if "transformer-engine-torch" not in machine.packages:
             state = "is the empty meta package, without transformer-engine-torch"
-        yield error(
-            check, f"{version} {state}; megatron-core cannot be imported",
-            f"pip install 'transformer-engine[pytorch]=={version}', or: {remove}",
-        )  # fmt: skip
-    elif machine.works("torch") and (
-        problem := import_problem(machine, check, "transformer_engine.pytorch", version, again)
+        yield error(f"{version} {state}; megatron-core cannot be imported", f"pip install {install}")
+    elif problem := needs_torch(
+        machine, "transformer_engine.pytorch", version, f"pip install --force-reinstall --no-deps {install}"
     ):
         yield problem
     else:
-        yield ok("Transformer Engine", version)
+        yield ok(version)
 
 
 def cuda_libraries(machine: Machine) -> Iterator[DoctorResult]:
@@ -127,20 +181,15 @@ def cuda_libraries(machine: Machine) -> Iterator[DoctorResult]:
     suffix = re.compile(r"^(transformer-engine|nvidia-cudnn|nvidia-nccl)-cu(\d+)$")
     found = {name: int(match[2]) for name in machine.packages if (match := suffix.match(name))}
     others = sorted(name for name, major in found.items() if major != machine.cuda_major)
+    text = f"torch is built for CUDA {machine.torch_cuda}, but {', '.join(others)}"
+    fix = f"pip uninstall {' '.join(others)}"
     if any(name.startswith("transformer-engine") for name in others):
-        yield error(
-            "CUDA libraries", f"torch is built for CUDA {machine.torch_cuda}, but {', '.join(others)} is not",
-            f"pip uninstall {' '.join(others)} && pip install 'transformer-engine[pytorch]'",
-        )  # fmt: skip
+        yield error(f"{text} is not", f"{fix} && pip install 'transformer-engine[pytorch]'")
     elif others:
-        yield warning(
-            "CUDA libraries",
-            f"torch is built for CUDA {machine.torch_cuda}, but {', '.join(others)} is also installed",
-            f"pip uninstall {' '.join(others)}",
-        )  # fmt: skip
+        yield warning(f"{text} is also installed", fix)
     else:
         nccl = f", NCCL {machine.nccl_version}" if machine.nccl_version else ""
-        yield ok("CUDA libraries", f"all packages are for CUDA {machine.cuda_major}{nccl}")
+        yield ok(f"all packages are for CUDA {machine.cuda_major}{nccl}")
 
 
 def cudnn(machine: Machine) -> Iterator[DoctorResult]:
@@ -151,19 +200,15 @@ def cudnn(machine: Machine) -> Iterator[DoctorResult]:
     shown = machine.cudnn or "of unknown version"
     fix = f"export CUDNN_HOME={wheel}" if wheel else "unset CUDNN_HOME CUDNN_PATH, and keep one cuDNN"
     if len(machine.loaded_cudnn) > 1:
-        yield error(
-            "cuDNN",
-            f"two versions are loaded: {', '.join(machine.loaded_cudnn)}; attention falls back to slower kernels",
-            fix,
-        )
+        loaded = ", ".join(machine.loaded_cudnn)
+        yield error(f"two versions are loaded: {loaded}; attention falls back to slower kernels", fix)
     elif wheel and found and not found[0].startswith(wheel):
         yield error(
-            "cuDNN",
             f"torch uses {shown} in {wheel}, but Transformer Engine finds another in {found[0]} ({found[1]}): mixed "
             "versions make attention fall back to unfused, 30% slower", fix,
         )  # fmt: skip
     else:
-        yield ok("cuDNN", shown + (f" in {wheel}" if wheel else ""))
+        yield ok(shown + (f" in {wheel}" if wheel else ""))
 
 
 def differences_from(expected: TestedSet, machine: Machine) -> list[str]:
@@ -187,9 +232,9 @@ def tested_set(machine: Machine) -> Iterator[DoctorResult]:
     differences = differences_from(expected, machine)
     if differences:
         fix = f"optional; to test this machine: {tested_sets[0].command}"
-        yield warning("tested set", f"differs from {expected.name}: {', '.join(differences)}", fix)
+        yield warning(f"differs from {expected.name}: {', '.join(differences)}", fix)
     else:
-        yield ok("tested set", expected.name)
+        yield ok(expected.name)
 
 
 # ---- GPUs ---------------------------------------------------------------------------------------------------------
@@ -199,34 +244,33 @@ def driver(machine: Machine) -> Iterator[DoctorResult]:
     """The driver is recent enough for torch's CUDA, and torch can use all GPUs of the driver."""
     if machine.driver_error is not None:
         usable = f"; torch sees {len(machine.gpus)}" if machine.gpus else ""
-        text = f"broken driver: {machine.driver_error}{usable}"
-        yield (warning if machine.gpus else error)("GPU", text, DRIVER_FIX)
+        yield (warning if machine.gpus else error)(f"broken driver: {machine.driver_error}{usable}", DRIVER_FIX)
         return
     if "CUDA" in machine.slow_imports:
-        start = f"{gpu_names(machine.driver_gpus)}; CUDA did not start {timeout_text(machine, 'CUDA')}"
-        text = f"{start}: unknown whether it works"
-        yield warning("GPU", text, "run the doctor again on an idle machine; nvidia-smi shows the load of the GPUs")
+        start = f"CUDA did not start {timeout_text(machine, 'CUDA')}: unknown whether it works"
+        text = f"{gpu_names(machine.driver_gpus)}; {start}"
+        yield warning(text, "run the doctor again on an idle machine; nvidia-smi shows the load of the GPUs")
         return
     if not machine.has_gpu:
-        yield ok("GPU", "none: training runs on the CPU, with emulated recipes")
+        yield ok("none: training runs on the CPU, with emulated recipes")
         return
     least = facts.MINIMUM_DRIVER.get(machine.cuda_major or 0)
     if machine.torch_version is not None and machine.torch_cuda is None:
         text = f"{gpu_names(machine.driver_gpus)}, but torch {machine.torch_version} is built without CUDA"
-        yield error("GPU", text, "pip uninstall torch && pip install -c constraints.txt torch")
+        yield error(text, "pip uninstall torch && pip install -c constraints.txt torch")
     elif machine.driver and least and version_numbers(machine.driver)[0] < least:
         yield error(
-            "GPU", f"driver {machine.driver} is too old for torch's CUDA {machine.torch_cuda}, which needs {least}",
+            f"driver {machine.driver} is too old for torch's CUDA {machine.torch_cuda}, which needs {least}",
             f"update the NVIDIA driver to {least} or newer, or install a torch for an older CUDA",
         )  # fmt: skip
     elif machine.works("torch") and len(machine.gpus) < len(machine.driver_gpus):
         why = machine.cuda_error or f"CUDA_VISIBLE_DEVICES={machine.environment.get('CUDA_VISIBLE_DEVICES', 'not set')}"
         text = f"the driver has {gpu_names(machine.driver_gpus)}, but torch sees {len(machine.gpus)}: {why}"
         hidden = "CUDA_VISIBLE_DEVICES" in machine.environment and machine.cuda_error is None
-        yield (warning if hidden else error)("GPU", text, "unset CUDA_VISIBLE_DEVICES" if hidden else "nvidia-smi -q")
+        yield (warning if hidden else error)(text, "unset CUDA_VISIBLE_DEVICES" if hidden else "nvidia-smi -q")
     else:
         names = gpu_names(machine.driver_gpus or tuple(gpu.name for gpu in machine.gpus))
-        yield ok("GPU", names + (f", driver {machine.driver}" if machine.driver else ""))
+        yield ok(names + (f", driver {machine.driver}" if machine.driver else ""))
 
 
 def links(machine: Machine) -> Iterator[DoctorResult]:
@@ -236,11 +280,11 @@ def links(machine: Machine) -> Iterator[DoctorResult]:
     slow = [link for link in machine.links if not link.startswith("NV")]
     if slow:
         yield warning(
-            "GPU links", f"some GPUs have no NVLink between them ({', '.join(slow)}): tensor parallelism will be slow",
+            f"some GPUs have no NVLink between them ({', '.join(slow)}): tensor parallelism will be slow",
             "use --tensor-model-parallel-size 1, or only within GPUs connected by NV in nvidia-smi topo -m",
         )  # fmt: skip
     else:
-        yield ok("GPU links", f"NVLink ({', '.join(machine.links)})")
+        yield ok(f"NVLink ({', '.join(machine.links)})")
 
 
 def triton(machine: Machine) -> Iterator[DoctorResult]:
@@ -248,27 +292,23 @@ def triton(machine: Machine) -> Iterator[DoctorResult]:
     if not machine.gpus:
         return
     if "triton" not in machine.packages:
-        yield error("Triton", "is not installed", "pip install triton")
+        yield error("is not installed", "pip install triton")
     elif machine.compiler is None:
-        yield error("Triton", "cannot find a C compiler", "apt-get install gcc, or export CC=COMPILER")
+        yield error("cannot find a C compiler", "apt-get install gcc, or export CC=COMPILER")
     elif not machine.has_python_headers:
-        version = dotted(machine.python[:2])
-        yield error("Triton", "cannot find Python.h", f"apt-get install python{version}-dev")
+        yield error("cannot find Python.h", f"apt-get install python{dotted(machine.python[:2])}-dev")
     else:
-        yield ok("Triton", f"{machine.packages['triton']}, {machine.compiler}")
+        yield ok(f"{machine.packages['triton']}, {machine.compiler}")
 
 
 def apex(machine: Machine) -> Iterator[DoctorResult]:
     """`apex` is NVIDIA's or absent: megatron-core imports it for the output layer's wgrad."""
     version = machine.packages.get("apex", "not installed")
     if machine.has_other_apex:
-        text = (
-            f"{version} is not NVIDIA's: the package apex on PyPI is a toolkit for Pyramid, and megatron-core imports "
-            "it"
-        )
-        yield warning("Apex", text, "pip uninstall apex")
+        pyramid = "the package apex on PyPI is a toolkit for Pyramid, and megatron-core imports it"
+        yield warning(f"{version} is not NVIDIA's: {pyramid}", "pip uninstall apex")
     else:
-        yield ok("Apex", f"{version}; not needed")
+        yield ok(f"{version}; not needed")
 
 
 def switches(machine: Machine) -> Iterator[DoctorResult]:
@@ -283,9 +323,9 @@ def switches(machine: Machine) -> Iterator[DoctorResult]:
         changed.append(("NVTE_FUSED_ATTN", "no fused attention"))
     for variable, effect in changed:
         value = machine.environment[variable]
-        yield warning("environment", f"{variable}={value} ({effect})", f"unset {variable}")
+        yield warning(f"{variable}={value} ({effect})", f"unset {variable}")
     if not changed:
-        yield ok("environment", "no variable that changes recipes or attention is set")
+        yield ok("no variable that changes recipes or attention is set")
 
 
 # ---- the rest of the machine --------------------------------------------------------------------------------------
@@ -295,56 +335,51 @@ def shared_memory(machine: Machine) -> Iterator[DoctorResult]:
     """/dev/shm is large enough for data loader processes and NCCL."""
     size = machine.shared_memory_bytes
     if size is None:
-        yield warning("shared memory", "/dev/shm does not exist", "mount -t tmpfs tmpfs /dev/shm, or --num-workers 0")
+        yield warning("/dev/shm does not exist", "mount -t tmpfs tmpfs /dev/shm, or --num-workers 0")
     elif size < MIN_SHARED_MEMORY_BYTES:
         yield warning(
-            "shared memory", f"{size / MB:,.0f} MB: data loader processes and NCCL may run out of shared memory",
+            f"{size / MB:,.0f} MB: data loader processes and NCCL may run out of shared memory",
             "docker run --shm-size 8g (or --ipc host), or train with --num-workers 0",
         )  # fmt: skip
     else:
-        yield ok("shared memory", f"{size / GIB:,.1f} GiB")
+        yield ok(f"{size / GIB:,.1f} GiB")
 
 
 def open_files(machine: Machine) -> Iterator[DoctorResult]:
     """The limit on open files is high enough for shards, data loaders and sockets."""
     limit = machine.open_files
     if limit is not None and 0 <= limit < MIN_OPEN_FILES:
-        yield warning("open files", f"at most {limit} per process", "ulimit -n 65536")
+        yield warning(f"at most {limit} per process", "ulimit -n 65536")
     else:
-        yield ok("open files", "unlimited" if limit is None or limit < 0 else f"{limit:,}")
+        yield ok("unlimited" if limit is None or limit < 0 else f"{limit:,}")
 
 
 def disk(machine: Machine) -> Iterator[DoctorResult]:
     """The folder for checkpoints is writable, has free space and is fast enough."""
     if machine.disk_error is not None:
-        fix = "free disk space, or choose another --folder"
-        yield error("disk", f"{machine.folder} cannot be written: {machine.disk_error}", fix)
+        problem = f"{machine.folder} cannot be written: {machine.disk_error}"
+        yield error(problem, "free disk space, or choose another --folder")
         return
     free, speed = machine.disk_free_bytes or 0, machine.disk_bytes_per_s
     text = f"{free / GIB:,.0f} GiB free in {machine.folder}" + (f", writes {speed / MB:,.0f} MB/s" if speed else "")
+    need, fix = "checkpoints need 14 to 18 bytes per parameter", "free disk space, or choose another --save"
     if free < FULL_BYTES:
-        text = f"full: {free / MB:,.0f} MB free in {machine.folder}"
-        yield error(
-            "disk",
-            text + ", but checkpoints need 14 to 18 bytes per parameter",
-            "free disk space, or choose another --save",
-        )
+        yield error(f"full: {free / MB:,.0f} MB free in {machine.folder}, but {need}", fix)
     elif free < MIN_FREE_BYTES:
-        yield warning(
-            "disk",
-            text + ": checkpoints need 14 to 18 bytes per parameter",
-            "free disk space, or choose another --save",
-        )
+        yield warning(f"{text}: {need}", fix)
     elif speed is not None and speed < MIN_DISK_BYTES_PER_S:
-        yield warning("disk", text + ": checkpoints will take long", "use a faster file system, or --async-save")
+        yield warning(f"{text}: checkpoints will take long", "use a faster file system, or --async-save")
     else:
-        yield ok("disk", text)
+        yield ok(text)
 
 
-CHECKS: tuple[Check, ...] = (
-    python, torch, megatron_core, libraries, driver, transformer_engine, cuda_libraries, cudnn, triton, apex, links,
-    tested_set, switches, shared_memory, open_files, disk,
-)  # fmt: skip
+# By the name in the report.
+CHECKS: dict[str, Callable[[Machine], Iterator[DoctorResult]]] = {
+    "Python": python, "torch": torch, "megatron-core": megatron_core, "libraries": libraries, "GPU": driver,
+    "Transformer Engine": transformer_engine, "CUDA libraries": cuda_libraries, "cuDNN": cudnn, "Triton": triton,
+    "Apex": apex, "GPU links": links, "tested set": tested_set, "environment": switches,
+    "shared memory": shared_memory, "open files": open_files, "disk": disk,
+}  # fmt: skip
 
 
 def run_checks(machine: Machine, num_gpus: int = 0) -> list[DoctorResult]:
@@ -353,15 +388,14 @@ def run_checks(machine: Machine, num_gpus: int = 0) -> list[DoctorResult]:
     Args:
         num_gpus: required number of GPUs.
     """
-    results = [result for check in CHECKS for result in check(machine)]
+    results = [replace(result, check=name) for name, check in CHECKS.items() for result in check(machine)]
     # If torch's import timed out, use the driver's count.
     is_counted = not {"torch", "CUDA"} & set(machine.slow_imports)
     count = len(machine.gpus if is_counted else machine.driver_gpus)
     if count < num_gpus:
         text = f"{num_gpus} expected, {'torch sees' if is_counted else 'the driver has'} {count}"
-        results.append(
-            error("GPU", text, "check nvidia-smi, fix the problem in the line above, or use another machine")
-        )
+        fix = "check nvidia-smi, fix the problem in the line above, or use another machine"
+        results.append(error(text, fix, check="GPU"))
     return results
 
 

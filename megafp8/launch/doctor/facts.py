@@ -182,8 +182,8 @@ def modules_to_try(packages: Mapping[str, str]) -> list[str]:
 def import_facts(modules: Sequence[str]) -> dict[str, Any]:
     """Facts from importing modules in another process."""
     flags = ["-S"] if sys.flags.no_site else []
-    ended = run_command([sys.executable, *flags, str(IMPORT_CHECK), *modules], IMPORT_TIMEOUT_S)
-    return read_facts(ended.output.splitlines(), ended.status)
+    status, output, _ = run_command([sys.executable, *flags, str(IMPORT_CHECK), *modules], IMPORT_TIMEOUT_S)
+    return read_facts(output.splitlines(), status)
 
 
 def read_facts(lines: Sequence[str], status: Optional[int]) -> dict[str, Any]:
@@ -220,26 +220,14 @@ def read_facts(lines: Sequence[str], status: Optional[int]) -> dict[str, Any]:
     return facts | {"import_errors": errors}
 
 
-@dataclass(frozen=True)
-class CommandResult:
-    """The result of a command.
-
-    Attributes:
-        status: exit status; None if it timed out.
-        output: standard output.
-        errors: standard error.
-    """
-
-    status: Optional[int]
-    output: str
-    errors: str
-
-
-def run_command(command: Sequence[str], seconds: float) -> CommandResult:
+def run_command(command: Sequence[str], seconds: float) -> tuple[Optional[int], str, str]:
     """Run a command with a timeout.
 
     Its output goes to files in memory. A pipe could be kept open by a process that it leaves behind, and a disk may be
     full.
+
+    Returns:
+        Exit status, None if it timed out; standard output; standard error.
 
     Raises:
         OSError: the command cannot be started.
@@ -255,14 +243,12 @@ def run_command(command: Sequence[str], seconds: float) -> CommandResult:
                 process.wait(KILL_TIMEOUT_S)
         for file in (output, errors):
             file.seek(0)
-        return CommandResult(status, *(file.read().decode(errors="replace") for file in (output, errors)))
+        return status, output.read().decode(errors="replace"), errors.read().decode(errors="replace")
 
 
 def memory_file() -> IO[bytes]:
-    """A file in memory, or a temporary file where the system has none."""
-    if hasattr(os, "memfd_create"):
-        return os.fdopen(os.memfd_create("doctor"), "w+b")
-    return tempfile.TemporaryFile()
+    """A file in memory."""
+    return os.fdopen(os.memfd_create("doctor"), "w+b")
 
 
 def command_output(*command: str) -> Optional[str]:
@@ -273,17 +259,17 @@ def command_output(*command: str) -> Optional[str]:
 def query_command(*command: str) -> tuple[Optional[str], Optional[str]]:
     """Output of a command, or else its failure; neither if the command does not exist."""
     try:
-        ended = run_command(command, COMMAND_TIMEOUT_S)
+        status, output, errors = run_command(command, COMMAND_TIMEOUT_S)
     except FileNotFoundError:
         return None, None
     except OSError as error:
         return None, f"{command[0]} cannot be started: {error.strerror}"
-    if ended.status is None:
+    if status is None:
         return None, f"{command[0]} did not finish within {COMMAND_TIMEOUT_S:g} s"
-    if ended.status != 0:
-        line = next(filter(None, map(str.strip, (ended.output + "\n" + ended.errors).splitlines())), "no word")
-        return None, f"{command[0]} exited with status {ended.status}: {line}"
-    return ended.output, None
+    if status != 0:
+        line = next(filter(None, map(str.strip, f"{output}\n{errors}".splitlines())), "no word")
+        return None, f"{command[0]} exited with status {status}: {line}"
+    return output, None
 
 
 def driver_facts() -> tuple[Optional[str], tuple[str, ...], Optional[str]]:

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from megafp8.errors import ConfigError
-from megafp8.launch.doctor.checks import recipe_support
+from megafp8.launch.doctor.checks import ERROR, OK, WARNING, DoctorResult, recipe_support
 from megafp8.launch.doctor.facts import Machine
-from megafp8.launch.doctor.results import ERROR, OK, WARNING, DoctorResult
 
 WARNINGS_STATUS = 1
 

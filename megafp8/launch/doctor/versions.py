@@ -37,53 +37,30 @@ class TestedSet:
 
 
 _CHOSEN = "python -m pytest tests/unit/config tests/unit/checkpoint tests/unit/mcore tests/distributed/test_loop.py"
-CPU_TESTED_SETS = (
-    TestedSet(
-        name="CPU",
-        python=(3, 11),
-        packages={"torch": "2.13", "megatron-core": MEGATRON_CORE},
-        command="bash tests/run.sh",
-    ),
-    TestedSet(
-        name="CPU, chosen tests",
-        python=(3, 11),
-        packages={"torch": "2.13", "megatron-core": NEWER_MEGATRON_CORE},
-        command="bash tests/other_engine.sh",
-    ),
-    *(
-        TestedSet(
-            name=f"CPU, Python {name}, chosen tests",
-            python=python,
-            packages={"torch": "2.13", "megatron-core": megatron_core},
-            command=_CHOSEN,
-        )
-        for name, python, megatron_core in (
-            ("3.10", (3, 10), MEGATRON_CORE),
-            ("3.12", (3, 12), NEWER_MEGATRON_CORE),
-            ("3.12, 0.16.1", (3, 12), MEGATRON_CORE),
-            ("3.13", (3, 13), NEWER_MEGATRON_CORE),
-        )
-    ),
+CPU_TESTED_SETS = tuple(
+    TestedSet(name=name, python=python, packages={"torch": "2.13", "megatron-core": megatron_core}, command=command)
+    for name, python, megatron_core, command in (
+        ("CPU", (3, 11), MEGATRON_CORE, "bash tests/run.sh"),
+        ("CPU, chosen tests", (3, 11), NEWER_MEGATRON_CORE, "bash tests/other_engine.sh"),
+        ("CPU, Python 3.10, chosen tests", (3, 10), MEGATRON_CORE, _CHOSEN),
+        ("CPU, Python 3.12, chosen tests", (3, 12), NEWER_MEGATRON_CORE, _CHOSEN),
+        ("CPU, Python 3.12, 0.16.1, chosen tests", (3, 12), MEGATRON_CORE, _CHOSEN),
+        ("CPU, Python 3.13, chosen tests", (3, 13), NEWER_MEGATRON_CORE, _CHOSEN),
+    )
 )
-GPU_TESTED_SETS = (
+_ON_GPU = "python -m pytest -m gpu tests"
+GPU_TESTED_SETS = tuple(
     TestedSet(
-        name="H200, CUDA 13.0",
-        python=(3, 12),
-        packages={"torch": "2.11", "megatron-core": MEGATRON_CORE, "transformer-engine": "2.20.2", "triton": "3.6"},
-        cudnn="9.19",
-        driver="580.159",
-        command="python -m pytest -m gpu tests",
-    ),
-    TestedSet(
-        name="H200, CUDA 13.0, chosen tests",
-        python=(3, 12),
+        name=name, python=(3, 12), cudnn="9.19", driver="580.159", command=command,
         packages={
-            "torch": "2.11", "megatron-core": NEWER_MEGATRON_CORE, "transformer-engine": "2.20.2", "triton": "3.6",
+            "torch": "2.11", "megatron-core": megatron_core, "transformer-engine": "2.20.2", "triton": "3.6",
         },
-        cudnn="9.19",
-        driver="580.159",
-        command="python -m pytest -m gpu tests/gpu/test_step_graph.py tests/gpu/test_nccl.py tests/gpu/test_moe.py",
-    ),
+    )
+    for name, megatron_core, command in (
+        ("H200, CUDA 13.0", MEGATRON_CORE, _ON_GPU),
+        ("H200, CUDA 13.0, chosen tests", NEWER_MEGATRON_CORE,
+         f"{_ON_GPU}/gpu/test_step_graph.py tests/gpu/test_nccl.py tests/gpu/test_moe.py"),
+    )
 )  # fmt: skip
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from megafp8.launch.doctor import versions
-from megafp8.launch.doctor.checks import CHECKS, LIBRARIES, recipe_support, run_checks
+from megafp8.launch.doctor.checks import CHECKS, ERROR, LIBRARIES, OK, WARNING, recipe_support, run_checks
 from megafp8.launch.doctor.facts import InstalledGpu, Machine
 from megafp8.launch.doctor.report import exit_status, report_data, report_text
-from megafp8.launch.doctor.results import ERROR, OK, WARNING
 from megafp8.launch.doctor.versions import dotted
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -222,8 +221,7 @@ def test_each_fault_is_found_with_its_fix(machine, values, level, check, text, m
 
 def test_every_check_has_a_fault() -> None:
     named = {case[2] for case in (*CASES.values(), *GPU_CASES.values())}
-    spoken = {check.__name__: {result.check for result in check(H200)} for check in CHECKS}
-    assert {name for name, checks in spoken.items() if not checks & named} == set()
+    assert set(CHECKS) - named == set()
 
 
 def test_a_bare_machine_has_every_problem() -> None:
