@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from megafp8.checkpoint import directory, manifest
-from megafp8.cli.command_flags import add_flags, argument, int_flag, switch
+from megafp8.cli.command_flags import add_flags, int_flag, switch
 from megafp8.cli.common import build_command_parser, install_patches, returns_exit_status
 from megafp8.errors import CheckpointError, ConfigError
 from megafp8.utils.files import path_argument
@@ -46,11 +46,8 @@ def build_parser() -> argparse.ArgumentParser:
         ("seal", "write a manifest for a checkpoint that has none"),
     ):
         command = commands.add_parser(name, help=help_text, description=help_text)
-        add_flags(
-            command,
-            argument("folder", "folder of a run or of one checkpoint", type=path_argument),
-            switch("--json", "print JSON instead of text"),
-        )  # fmt: skip
+        command.add_argument("folder", type=path_argument, help="folder of a run or of one checkpoint")
+        command.add_argument("--json", action="store_true", help="print JSON instead of text")
         if name in ("verify", "show", "hash"):
             text = "this step only" if name == "verify" else "this step; default the newest"
             command.add_argument("--ckpt-step", type=int, metavar="N", help=text)

@@ -140,6 +140,29 @@ def given_flags(options: argparse.Namespace, names: Sequence[str]) -> dict[str, 
     return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
+def too_small(options: argparse.Namespace, names: Sequence[str]) -> list[str]:
+    """Return a problem for each of the named options that is given and below 1."""
+    given = given_flags(options, names)
+    return [f"--{name.replace('_', '-')} {value}: must be 1 or more" for name, value in given.items() if value < 1]
+
+
+def output_problems(output: Optional[Path]) -> list[str]:
+    """Return what is wrong with the folder of --output."""
+    if output is None or os.access(output.absolute().parent, os.W_OK):
+        return []
+    return [f"--output {output}: its folder is not there or cannot be written"]
+
+
+def launcher_problems(what: str) -> list[str]:
+    """Return what is wrong with the launcher of a command that one process runs.
+
+    Args:
+        what: this process does, such as `generates`.
+    """
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    return [f"{ranks} ranks: one process {what}; start it without a launcher"] if int(ranks) > 1 else []
+
+
 def bytes_bar(total: int, **options: Any) -> tqdm:
     """Return a progress bar over bytes, shown on a terminal only."""
     from tqdm import tqdm

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
@@ -23,6 +22,7 @@ from megafp8.cli import common
 from megafp8.cli.command_flags import add_flags, argument, int_flag, path_flag, switch
 from megafp8.errors import ConfigError
 from megafp8.recipes import registry
+from megafp8.utils.files import atomic_write_text
 from megafp8.utils.formatting import text_table
 
 if TYPE_CHECKING:
@@ -64,18 +64,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 def problems(arguments: argparse.Namespace) -> list[str]:
     """Return everything that is wrong with the flags."""
-    found = [
-        f"--{name.replace('_', '-')} {value}: must be 1 or more"
-        for name in ("tokens", "seq_length", "micro_batch_size")
-        if (value := getattr(arguments, name)) is not None and value < 1
-    ]
+    found = common.too_small(arguments, ("tokens", "seq_length", "micro_batch_size"))
     if arguments.seq_length is not None and not (arguments.data_path or arguments.input):
         found.append("--seq-length: the run's validation samples have the run's length; give --data-path or --input")
-    if arguments.output is not None and not os.access(arguments.output.absolute().parent, os.W_OK):
-        found.append(f"--output {arguments.output}: its folder is not there or cannot be written")
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        found.append(f"{os.environ['WORLD_SIZE']} ranks: one process evaluates; start it without a launcher")
-    return found
+    return found + common.output_problems(arguments.output) + common.launcher_problems("evaluates")
 
 
 def window_length(arguments: argparse.Namespace, model: LanguageModel) -> int:
@@ -165,15 +157,12 @@ def main(argv: Sequence[str]) -> int:
     if found := problems(arguments):
         raise ConfigError(found)
     common.install_patches()
-    from megafp8.utils.files import atomic_write
-
     results = [
         evaluate(arguments, folder, step) for folder in arguments.load for step in arguments.ckpt_step or (None,)
     ]
     text = json.dumps(results, indent=2)
     print(text if arguments.json else table(results))
     if arguments.output is not None:
-        with atomic_write(arguments.output) as stream:
-            stream.write(f"{text}\n".encode())
+        atomic_write_text(arguments.output, f"{text}\n")
         log(f"wrote {arguments.output}")
     return 0

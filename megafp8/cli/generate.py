@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 import io
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING
 from megafp8.cli import common
 from megafp8.cli.command_flags import add_flags, argument, float_flag, int_flag, path_flag, switch
 from megafp8.errors import ConfigError, DataError
+from megafp8.utils.files import atomic_write_text
 
 if TYPE_CHECKING:
     from megafp8.training.generation import Sample
@@ -71,17 +71,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 def problems(arguments: argparse.Namespace) -> list[str]:
     """Return everything that is wrong with the flags."""
-    found = []
-    for flag, number in (("--num-samples", arguments.num_samples), ("--max-new-tokens", arguments.max_new_tokens)):
-        if number < 1:
-            found.append(f"{flag} {number}: must be 1 or more")
+    found = common.too_small(arguments, ("num_samples", "max_new_tokens"))
     if arguments.greedy and (arguments.top_k or arguments.top_p != 1):
         found.append("--greedy leaves nothing to choose from: leave out --top-k and --top-p, or --greedy")
-    if arguments.output is not None and not os.access(arguments.output.absolute().parent, os.W_OK):
-        found.append(f"--output {arguments.output}: its folder is not there or cannot be written")
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        found.append(f"{os.environ['WORLD_SIZE']} ranks: one process generates; start it without a launcher")
-    return found
+    return found + common.output_problems(arguments.output) + common.launcher_problems("generates")
 
 
 def read_prompt(arguments: argparse.Namespace) -> str:
@@ -108,9 +101,8 @@ def run(arguments: argparse.Namespace) -> None:
     from megafp8.training.language_model import load_language_model
 
     tokenizer = common.given_flags(arguments, ("tokenizer_type", *common.TOKENIZER_FILES))
-    model = load_language_model(
-        arguments.load, arguments.ckpt_step, arguments.precision, not arguments.no_cache, tokenizer
-    )
+    uses_cache = not arguments.no_cache
+    model = load_language_model(arguments.load, arguments.ckpt_step, arguments.precision, uses_cache, tokenizer)
     log(str(model))
     if model.warning:
         log(model.warning)
@@ -140,14 +132,11 @@ def heading(index: int, count: int) -> str:
 
 def write_samples(path: Path, samples: list[Sample]) -> None:
     """Write the file of --output atomically."""
-    from megafp8.utils.files import atomic_write
-
     if path.suffix == ".jsonl":
         lines = [json.dumps(dataclasses.asdict(sample), ensure_ascii=False) for sample in samples]
     else:
         lines = [heading(index, len(samples)) + sample.prompt + sample.text for index, sample in enumerate(samples)]
-    with atomic_write(path) as stream:
-        stream.write("".join(f"{line}\n" for line in lines).encode("utf-8"))
+    atomic_write_text(path, "".join(f"{line}\n" for line in lines))
     log(f"wrote {path}")
 
 

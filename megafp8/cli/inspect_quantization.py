@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import os
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
 from megafp8.cli.command_flags import add_flags, argument, float_flag, int_flag, path_flag, switch
-from megafp8.cli.common import build_command_parser, install_patches, returns_exit_status
+from megafp8.cli.common import build_command_parser, install_patches, launcher_problems, returns_exit_status
 from megafp8.errors import ConfigError
 from megafp8.recipes import registry
 from megafp8.utils.files import atomic_write_text, path_text, visible
@@ -101,18 +100,14 @@ def problems(arguments: argparse.Namespace) -> list[str]:
     if not (math.isfinite(arguments.delayed_amax_ratio) and arguments.delayed_amax_ratio > 0):
         found.append(f"--delayed-amax-ratio {arguments.delayed_amax_ratio:g}: must be above 0")
     elif arguments.delayed_amax_ratio != 1 and not any(registry.get(name).is_stateful for name in arguments.recipes):
-        found.append(
-            "--delayed-amax-ratio has no effect without "
-            f"{' or '.join(f'--recipes {name}' for name in STATEFUL_RECIPES)}"
-        )
+        stateful = " or ".join(f"--recipes {name}" for name in STATEFUL_RECIPES)
+        found.append(f"--delayed-amax-ratio has no effect without {stateful}")
     is_folder = Path(arguments.source).is_dir()
     if arguments.ckpt_step is not None and not is_folder:
         found.append("--ckpt-step has no effect: the source is no run's folder")
     if arguments.parameter is not None and ":" in arguments.source and not Path(arguments.source).exists():
         found.append("--parameter has no effect on a made-up tensor")
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        found.append(f"{os.environ['WORLD_SIZE']} ranks: one process does it; start it without a launcher")
-    return found
+    return found + launcher_problems("does it")
 
 
 def title_of(name: str, tensor: Tensor, results: Sequence[QuantizationResult]) -> str:
@@ -210,25 +205,22 @@ def main(argv: Sequence[str]) -> int:
     operand = Operand(arguments.operand or ("weight" if Path(arguments.source).is_dir() else "input"))
     panels: list[tuple[str, list[QuantizationResult]]] = []
     for name, tensor in tensors_of(arguments):
-        results = inspect_tensor(
-            name, tensor, operand, arguments.recipes, arguments.formats, arguments.delayed_amax_ratio
-        )
+        ratio = arguments.delayed_amax_ratio
+        results = inspect_tensor(name, tensor, operand, arguments.recipes, arguments.formats, ratio)
         title = title_of(name, tensor, results)
         panels.append((title, results))
         if not arguments.json:
-            print(
-                f"{visible(title)}\n{text_table(HEADER, [cells_of(each) for each in results], ALIGNMENT)}\n",
-                flush=True,
-            )
+            table = text_table(HEADER, [cells_of(each) for each in results], ALIGNMENT)
+            print(f"{visible(title)}\n{table}\n", flush=True)
     everything = [each for _, results in panels for each in results]
-    table = to_strict_json([dataclasses.asdict(each) for each in everything])
+    data = to_strict_json([dataclasses.asdict(each) for each in everything])
     if arguments.json:
-        print(table, end="")
+        print(data, end="")
     elif len(panels) > 1:
         print(f"all {len(panels)} tensors, as {operand.value}\n{summary(everything)}")
     if arguments.output_dir is not None:
         picture = draw(arguments.output_dir, panels)
-        atomic_write_text(arguments.output_dir / TABLE, table)
+        atomic_write_text(arguments.output_dir / TABLE, data)
         for path in (picture, arguments.output_dir / TABLE):
             print(visible(f"wrote {path}"), file=sys.stderr)
     return 0

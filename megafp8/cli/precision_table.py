@@ -25,7 +25,7 @@ from megafp8.launch.compared_runs import discard_partial_checkpoints, run_proble
 from megafp8.launch.process_pool import OUTPUT_FILE, PooledRun, ProcessPool, RunOutcome
 from megafp8.recipes import registry
 from megafp8.resilience.run_state import finished_state
-from megafp8.utils.files import atomic_write, atomic_write_json
+from megafp8.utils.files import atomic_write_json, atomic_write_text
 
 FP32 = "fp32"
 TRAINING, SEARCH = "training", "largest"
@@ -136,8 +136,7 @@ def write_table(options: argparse.Namespace, names: Sequence[str], outcomes: Seq
         rows.append(read_row(name, done.get(TRAINING), done.get(SEARCH), problems))
         facts = facts or facts_of(done.get(TRAINING))
     text = table_markdown(rows, options.title, facts)
-    with atomic_write(options.output_dir / "precision_table.md") as stream:
-        stream.write(text.encode())
+    atomic_write_text(options.output_dir / "precision_table.md", text)
     atomic_write_json(options.output_dir / "precision_table.json", table_data(rows, options.title, facts))
     return text
 

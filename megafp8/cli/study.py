@@ -17,7 +17,7 @@ import argparse
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from fnmatch import fnmatchcase
 from functools import partial
@@ -117,10 +117,9 @@ def check_flags(arguments: argparse.Namespace, is_local: bool) -> None:
             requested = "--status" if arguments.status else "--dry-run"
             problems.append(f"--parallel {arguments.parallel}: {requested} runs nothing; remove one of them")
         elif not is_local:
-            problems.append(
-                f"--parallel {arguments.parallel}: is for runs on this machine, and these go to Slurm; give --local, "
-                "or `array_limit` in the study's slurm"
-            )
+            where = "is for runs on this machine, and these go to Slurm"
+            fix = "give --local, or `array_limit` in the study's slurm"
+            problems.append(f"--parallel {arguments.parallel}: {where}; {fix}")
     if problems:
         raise ConfigError(problems)
 
@@ -148,52 +147,46 @@ def machine_problems(runs: Sequence[StudyRun]) -> dict[str, list[str]]:
     target = capability.detect_target()
     problems: dict[str, list[str]] = {}
     for run in runs:
-        for problem in rules.path_problems(run.config, run.world_size) + capability.capability_problems(
-            run.config, target
-        ):
+        found = rules.path_problems(run.config, run.world_size)
+        for problem in found + capability.capability_problems(run.config, target):
             problems.setdefault(problem, []).append(run.label)
     return problems
 
 
 def plan_text(selected: Sequence[StudyProgress], gpu: Optional[str]) -> str:
     """Return two lines for each run, and sums over those that are not done."""
+    from megafp8.analysis.scaling_report import count_text
     from megafp8.launch import study_execution
+
+    def count(number: Optional[float]) -> str:
+        return "?" if number is None else count_text(number)
 
     lines: list[str] = []
     seconds_left: list[Optional[float]] = []
     due: list[StudyRun] = []
     for progress in selected:
-        run, seconds = (
-            progress.run,
-            study_execution.predicted_seconds(progress.run, selected, GPUS[gpu] if gpu else None),
-        )
+        run = progress.run
+        seconds = study_execution.predicted_seconds(run, selected, GPUS[gpu] if gpu else None)
         if study_execution.is_due(progress):
             due.append(run)
             seconds_left.append(seconds)
         lines.append(
-            f"{run.label}  {run.id}  {progress.state}: {count_text(run.parameters)} parameters, "
-            f"{count_text(run.tokens)} tokens, {count_text(run.flops)} FLOPs, {time_text(seconds)} on "
+            f"{run.label}  {run.id}  {progress.state}: {count(run.parameters)} parameters, "
+            f"{count(run.tokens)} tokens, {count(run.flops)} FLOPs, {time_text(seconds)} on "
             f"{run.world_size} {'GPUs' if gpu else 'ranks'}"
         )
         lines.append(f"  {shlex.join(study_execution.train_command(run, TRAINING_SCRIPT))}")
-    total_seconds = None if None in seconds_left else sum(filter(None, seconds_left))
-    flops = [run.flops for run in due]
-    total_flops = None if None in flops else sum(filter(None, flops))
     lines.append(
-        f"{len(selected)} runs, {len(due)} to start: {count_text(sum(run.tokens for run in due))} tokens, "
-        f"{count_text(total_flops)} FLOPs, {time_text(total_seconds)} one after the other"
+        f"{len(selected)} runs, {len(due)} to start: {count(sum(run.tokens for run in due))} tokens, "
+        f"{count(total(run.flops for run in due))} FLOPs, {time_text(total(seconds_left))} one after the other"
     )
     return "\n".join(lines)
 
 
-def count_text(number: Optional[float]) -> str:
-    """Format a large number with three digits: 1.23e+09 as `1.23G`."""
-    if number is None:
-        return "?"
-    for letter, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g}{letter}"
-    return f"{number:.3g}"
+def total(numbers: Iterable[Optional[float]]) -> Optional[float]:
+    """The sum of numbers; None if one of them is unknown."""
+    known = list(numbers)
+    return None if None in known else sum(filter(None, known))
 
 
 def time_text(seconds: Optional[float]) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from megafp8.cli.command_flags import add_flags, argument, path_flag
 from megafp8.cli.common import TRAINING_SCRIPT, Parser, build_command_parser, returns_exit_status, stderr_log
 from megafp8.recipes import registry
-from megafp8.utils.files import atomic_write, atomic_write_json
+from megafp8.utils.files import atomic_write_json, atomic_write_text
 
 PARTS = ("casts", "linears", "steps", "speed", "attention")
 log = stderr_log("verify-device: ")
@@ -57,8 +57,7 @@ def main(argv: Sequence[str]) -> int:
         native = TransformerEngineLayers()
     found = verify(device, native, arguments.recipes, arguments.parts, TRAINING_SCRIPT, log)
     text = report_text(found)
-    with atomic_write(arguments.output / "report.md") as stream:
-        stream.write(text.encode())
+    atomic_write_text(arguments.output / "report.md", text)
     atomic_write_json(arguments.output / "report.json", report_data(found))
     print(text)
     return 1 if found.problems else 0
