@@ -41,7 +41,6 @@ COLORS = ("#e8590c", "#1c7ed6", "#2f9e44", "#ae3ec9", "#e64980", "#0ca678", "#f0
 BOUND_COLOR = "#e03131"
 WIDTH_INCHES, NARROW_INCHES = 8.6, 4.6
 WIDTH_PIXELS, HEIGHT_PIXELS = 1200, 640  # of the loss curves
-FONT = 10
 # The limits of the loss axes ignore this first part of the runs, whose steep fall would compress the rest.
 STEEP_FRACTION = 0.08
 MAX_POINTS = 800  # of a curve: its pixels. Of long runs a page would be megabytes of points that nobody sees
@@ -230,18 +229,6 @@ def _figure(height: float, *, rows: int = 1, columns: int = 1, width: float = WI
     figure = new_figure(width, height)
     ratios = (1.7, 1) if rows == 2 else None
     return figure, figure.subplots(rows, columns, sharex=rows > 1, height_ratios=ratios)
-
-
-def style_panel(axes: Axes) -> None:
-    """Give a panel the style of the report."""
-    axes.grid(True, color=GRID)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=FONT, color=GRID, labelcolor=INK, which="both")
-    for spine in axes.spines.values():
-        spine.set_color(GRID)
-    for label in (axes.xaxis.label, axes.yaxis.label):
-        label.set(color=INK, size=FONT)
 
 
 def _plot_with_gaps(losses: Curves, gaps: Curves, loss_label: str, marker: str = "") -> Optional[Figure]:

@@ -217,7 +217,9 @@ def _new_problem(config: RunConfig, values: Values, target: Target, world_size: 
     return next((problem for problem in after if problem not in before), None)
 
 
-def _distributed_optimizer(config: RunConfig, target: Target, saved_config: Saved) -> tuple[Values, list[Choice]]:
+def _distributed_optimizer(
+    config: RunConfig, target: Target, world_size: int, saved_config: Saved
+) -> tuple[Values, list[Choice]]:
     """On GPUs: one-pass update, sharded state. A resumed run keeps its checkpoint's form, to continue to the bit."""
     if config.parallel.use_distributed_optimizer is not None:
         return {}, []
