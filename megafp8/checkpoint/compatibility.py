@@ -29,7 +29,6 @@ from megafp8.config.topology import model_parallel_size
 from megafp8.data.sample_hash import SampleHash, SampleHashChain
 from megafp8.device.collective_errors import call_on_rank_0
 from megafp8.errors import CheckpointError
-from megafp8.recipes import registry
 
 NULL_TOKENIZER, BATCH_FLAG = "NullTokenizer", "--global-batch-size"
 # Fields of megatron-core's scheduler state, with the flags that set them. Steps are counted in samples.
@@ -145,7 +144,7 @@ def with_explicit_sizes(config: RunConfig) -> RunConfig:
 def check_amax_history(path: Path, saved: RunConfig, config: RunConfig) -> None:
     """Raise if the amax history lengths differ. Only delayed scaling keeps an amax history."""
     before, now = saved.precision, config.precision
-    has_both = all(each.fp8_format is not None and registry.get(each.fp8_recipe).is_stateful for each in (before, now))
+    has_both = derived.is_stateful(before) and derived.is_stateful(now)
     if has_both and before.fp8_amax_history_len != now.fp8_amax_history_len:
         raise CheckpointError(
             f"{path} has amax histories of length {before.fp8_amax_history_len}, but this run uses "

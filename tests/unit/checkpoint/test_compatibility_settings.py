@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megafp8.checkpoint import compatibility
-from megafp8.checkpoint.compatibility import changed_settings, check_model, check_schedule
+from megafp8.checkpoint.compatibility import changed_settings, check_amax_history, check_model, check_schedule
 from megafp8.config import flags
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import to_json
@@ -185,3 +185,15 @@ def test_a_change_of_rates_that_were_used_is_refused(saved: dict[str, Any], now:
     with pytest.raises(CheckpointError, match="a different learning-rate schedule") as caught:
         check_schedule(PATH, saved, saved | now)
     assert str(caught.value).count(" -> this run):") == 1 and str(caught.value).count("\n  ") == number
+
+
+@pytest.mark.parametrize("recipe", ["--fp8-recipe delayed", "--fp8-recipe tensorwise --precision *linear_fc1=delayed"])
+def test_histories_of_another_length_are_refused(recipe: str) -> None:
+    """Also of a recipe that only the precision map names."""
+    saved, config = (
+        flags.parse(f"{MODEL} --fp8-format hybrid {recipe} --fp8-amax-history-len {length}".split()).config
+        for length in (4, 8)
+    )
+    check_amax_history(PATH, saved, saved)
+    with pytest.raises(CheckpointError, match="length 4, but this run uses 8; use --fp8-amax-history-len 4"):
+        check_amax_history(PATH, saved, config)
