@@ -161,8 +161,6 @@ SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         "python pretrain_gpt.py --model-preset tiny --seq-length 128 --micro-batch-size 2 --global-batch-size 16 "
         "--train-iters 200": {END: f"{SHAPE} --seq-length 32 {SHORT} --loss-scale-window 2"},
         "python pretrain_gpt.py --model-preset tiny --seq-length 128 --micro-batch-size 2 --global-batch-size 16 "
-        "--train-iters 60": {END: f"{SHAPE} --seq-length 32 {SHORT} --train-iters 20"},
-        "python pretrain_gpt.py --model-preset tiny --seq-length 128 --micro-batch-size 2 --global-batch-size 16 "
         "--train-iters 2000": {END: f"{SHAPE} --seq-length 32 {SHORT} --save-interval 2"},
         "torchrun": RANKS | {"FLAGS": FLAGS},
         "python launcher/supervise.py": SUPERVISED,
