@@ -26,8 +26,9 @@ MODEL = (
 NUM_STEPS = 10
 TIMEOUT_S = 600
 # A weight's last bit decides to which of two codes a value is rounded; two computations of one recipe then differ by
-# this much of a loss. It is the bound of `tests/gpu`, which an H200 passes.
-LARGEST_GAP = 5e-3
+# this much of a loss. With an amax history a difference also changes the scales of later steps: on an H200 3.5e-3 and
+# 5.6e-3 were measured in two environments. Both are the bounds of `tests/gpu`.
+LARGEST_GAP, LARGEST_GAP_WITH_HISTORY = 5e-3, 1e-2
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class StepComparison:
     def is_right(self) -> bool:
         """Whether all runs ended with finite losses within the gap."""
         is_finite = self.last_loss is not None and math.isfinite(self.last_loss)
-        return self.failure is None and is_finite and (self.gap is None or self.gap <= LARGEST_GAP)
+        bound = LARGEST_GAP_WITH_HISTORY if registry.get(self.recipe).is_stateful else LARGEST_GAP
+        return self.failure is None and is_finite and (self.gap is None or self.gap <= bound)
 
     def problem(self) -> str:
         """A line on losses that differ, or a failure."""

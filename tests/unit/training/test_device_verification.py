@@ -308,7 +308,13 @@ def test_training_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "train", lambda script, folder, flags: losses[folder.name])
     close = compare_steps("mxfp8", "e4m3", Path("x"), is_native=True)
     assert close.gap == pytest.approx(1e-3) and close.is_right and close.last_loss == 3.0
+    losses["transformer_engine"] = [4.0, 3.024]
+    assert [compare_steps(name, "hybrid", Path("x"), True).is_right for name in ("tensorwise", "delayed")] == [
+        False,
+        True,
+    ]
     losses["transformer_engine"] = [4.0, 3.1]
+    assert not compare_steps("delayed", "hybrid", Path("x"), is_native=True).is_right
     assert not compare_steps("mxfp8", "e4m3", Path("x"), is_native=True).is_right
     losses["transformer_engine"] = [4.0, float("nan")]
     assert not compare_steps("mxfp8", "e4m3", Path("x"), is_native=True).is_right
