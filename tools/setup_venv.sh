@@ -2,15 +2,17 @@
 # Source this:  . tools/setup_venv.sh      (MEGAFP8_EXTRAS=dev adds what the tests need)
 # It leaves $PYTHON pointing to a Python that has everything megafp8 needs:
 #   - the Python in use, where it already has torch with CUDA, megatron-core and Transformer Engine (a GPU container);
-#   - else .venv in this project, made if it is not there, with the versions of constraints.txt.
+#   - else .venv in this project, made if it is not there, with the versions of constraints.txt; beside an NVIDIA GPU with
+#     those of constraints-gpu.txt and Transformer Engine.
 # A second call finds its own stamp and does nothing.
 
 megafp8_root=$(cd "$(dirname "${BASH_SOURCE[0]:-$0}")/.." && pwd) # $0 in zsh
 megafp8_extras=${MEGAFP8_EXTRAS:-}
 
+# megafp8_find_python PREFERRED: the first supported Python, the preferred one if it is there.
 megafp8_find_python() {
   local candidate
-  for candidate in python3.11 python3.12 python3.13 python3.10 python3; do
+  for candidate in "$1" python3.11 python3.12 python3.13 python3.10 python3; do
     if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
       echo "$candidate"
       return
@@ -32,13 +34,17 @@ sys.exit(not (torch.cuda.is_available() and all(importlib.util.find_spec(name) f
 PYTHON
 }
 
+megafp8_has_gpu() {
+  command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU
+}
+
 # megafp8_install NAME ARGUMENTS: pip install in one step, with pip's own progress on a terminal.
 megafp8_install() {
   local name=$1 start=$SECONDS verbosity=(--quiet)
   shift
   [ ! -t 1 ] || verbosity=()
   echo "installing $name"
-  "$PYTHON" -m pip install "${verbosity[@]}" --disable-pip-version-check -c "$megafp8_root/constraints.txt" "$@" || return 1
+  "$PYTHON" -m pip install "${verbosity[@]}" --disable-pip-version-check -c "$megafp8_root/$megafp8_constraints" "$@" || return 1
   echo "installed $name in $((SECONDS - start)) s"
 }
 
@@ -51,22 +57,30 @@ megafp8_setup() {
     echo "using $PYTHON, which has CUDA, megatron-core and Transformer Engine"
     return
   fi
-  local venv=$megafp8_root/.venv stamp extras=$megafp8_extras python
+  local venv=$megafp8_root/.venv stamp extras=$megafp8_extras python preferred=python3.11
+  local megafp8_constraints=constraints.txt
   PYTHON=$venv/bin/python
-  if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then
+  if megafp8_has_gpu; then
     extras=${extras:+$extras,}te
+    megafp8_constraints=constraints-gpu.txt preferred=python3.12 # the versions that the GPU tests ran with
   fi
-  stamp=$(cat "$megafp8_root/setup.py" "$megafp8_root/constraints.txt" | cksum | cut -d' ' -f1)-$extras
+  stamp=$(cat "$megafp8_root/setup.py" "$megafp8_root/$megafp8_constraints" | cksum | cut -d' ' -f1)-$extras
   if [ -x "$PYTHON" ] && grep -qsx -- "$stamp" "$venv/megafp8-stamps"; then
     return
   fi
   if [ ! -x "$PYTHON" ]; then
-    python=$(megafp8_find_python) || return 1
+    python=$(megafp8_find_python "$preferred") || return 1
     echo "making .venv with $python"
     "$python" -m venv "$venv" || return 1
   fi
   # torch first and alone, so that nothing else chooses its version
   megafp8_install "torch (the largest download)" torch setuptools wheel || return 1
+  if [ "$megafp8_constraints" = constraints-gpu.txt ]; then
+    # Its torch part is built beside the installed torch; pip's build isolation would take the newest one.
+    megafp8_install "what builds Transformer Engine" packaging pybind11 ninja nvidia-cudnn-frontend || return 1
+    megafp8_install "Transformer Engine (compiled for 10 minutes or more if there is no wheel for this torch)" \
+      --no-build-isolation 'transformer-engine[pytorch]' || return 1
+  fi
   megafp8_install "megafp8 and the packages that it needs" --no-build-isolation -e "$megafp8_root" || return 1
   if [ -n "$extras" ]; then
     megafp8_install "the extras $extras" --no-build-isolation -e "${megafp8_root}[$extras]" || return 1

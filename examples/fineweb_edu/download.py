@@ -84,7 +84,7 @@ def main(argv: Optional[list[str]] = None) -> int:
     try:
         import datasets
     except ImportError as error:
-        print(f"datasets cannot be imported ({error}). Install it: pip install 'megafp8[datasets]'", file=sys.stderr)
+        print(f"datasets cannot be imported ({error}). Install it: pip install -e '.[datasets]'", file=sys.stderr)
         return 64
     dataset = datasets.load_dataset(options.dataset, options.config, split=options.split, streaming=True)
     num_documents, num_bytes = download(dataset, options.output, options.gigabytes and options.gigabytes * 1e9)

@@ -5,7 +5,7 @@
 
 writes shards/corpus_text_document.bin, .idx and .manifest.json. Repeating the command does nothing; after an
 interruption it resumes. Byte-pair tokenizers are encoded by gigatoken where it gives the same ids (pip install
-'megafp8[data]'). The first line of output names the encoder.
+-e '.[data]'). The first line of output names the encoder.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from megafp8.device.layer_support import (
 )
 from megafp8.recipes import registry
 from megafp8.recipes.base import ANY_LATER
+from megafp8.utils.installation import transformer_engine_command
 
 _BY_BLOCK = "Transformer Engine reduces the amaxes of all layers together, after the last layer"
 _NOT_SAVED = "megatron-core does not save the amax history of an output layer; use a recipe without amax history"
@@ -71,7 +72,7 @@ def transformer_engine_version() -> tuple[Optional[str], Optional[str]]:
     if not has_te_torch_extension():
         return None, (
             f"transformer-engine {version} is installed without its torch extension, so megatron-core cannot be "
-            "imported: pip install 'transformer-engine[pytorch]', or pip uninstall transformer-engine"
+            f"imported: {transformer_engine_command(version)}, or pip uninstall transformer-engine"
         )
     return version, None
 
@@ -156,8 +157,8 @@ def implementation_problems(config: RunConfig, target: Target, implementation: L
         )
     elif implementation.needs_transformer_engine and not target.transformer_engine:
         found.append(
-            "--transformer-impl transformer_engine: Transformer Engine is not installed; pip install 'megafp8[te]', or "
-            "use --transformer-impl emulated"
+            "--transformer-impl transformer_engine: Transformer Engine is not installed; "
+            f"{transformer_engine_command()}, or use --transformer-impl emulated"
         )
     known = implementation.attention_backends
     if config.precision.attention_backend not in known:

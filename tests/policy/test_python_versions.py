@@ -73,17 +73,34 @@ def test_the_pythons_are_the_same_everywhere(package: dict[str, Any]) -> None:
     assert f"{dotted(PYTHONS[0])} to {dotted(PYTHONS[-1])}" == versions.PYTHONS
     assert f"Linux, Python {versions.PYTHONS}." in (ROOT / "README.md").read_text(encoding="utf-8")
     setup_venv = (ROOT / "tools/setup_venv.sh").read_text(encoding="utf-8")
-    candidates = re.search(r"for candidate in (.+) python3; do", setup_venv)[1].split()
+    candidates = re.search(r"for candidate in \"\$1\" (.+) python3; do", setup_venv)[1].split()
     assert sorted(candidates) == sorted(f"python{dotted(python)}" for python in PYTHONS)
     assert f"not {PYTHONS[0]} <= sys.version_info[:2] <= {PYTHONS[-1]}" in setup_venv
     assert f"megafp8 needs Python {versions.PYTHONS} with venv" in setup_venv
 
 
-def test_the_tested_set_of_a_cpu_is_pinned() -> None:
-    pins = re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.M)
-    for tested in versions.CPU_TESTED_SETS:
+@pytest.mark.parametrize(
+    ("file", "tested_sets"),
+    [("constraints.txt", versions.CPU_TESTED_SETS), ("constraints-gpu.txt", versions.GPU_TESTED_SETS[:1])],
+)
+def test_the_tested_sets_are_pinned(file: str, tested_sets: tuple[versions.TestedSet, ...]) -> None:
+    pins = re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / file).read_text(encoding="utf-8"), re.M)
+    for tested in tested_sets:
         for name, version in tested.packages.items():
             assert any(pinned == name and matches_version(pin, version) for pinned, pin in pins), name
+
+
+def test_the_container_installs_the_tested_set() -> None:
+    dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    installs = re.findall(r"pip install .+", dockerfile)
+    assert len(installs) == 3 and all("-c constraints-gpu.txt" in each for each in installs)
+    pins = (ROOT / "constraints-gpu.txt").read_text(encoding="utf-8")
+    cuda = re.search(r"^FROM nvidia/cuda:([\d.]+)-devel-", dockerfile, re.M)[1]
+    assert f"cuda-toolkit=={cuda}\n" in pins, "nvcc of the image and torch's CUDA"
+    python = dotted(versions.GPU_TESTED_SETS[0].python)
+    assert f"python{python} -m venv /opt/venv" in dockerfile
+    assert f"CUDNN_HOME=/opt/venv/lib/python{python}/site-packages/nvidia/cudnn" in dockerfile
+    assert "Nobody has run this" in (ROOT / "Dockerfile.ngc").read_text(encoding="utf-8")
 
 
 def interpreter(python: tuple[int, int]) -> Optional[str]:

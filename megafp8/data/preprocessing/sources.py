@@ -15,6 +15,7 @@ from typing import Any, Optional
 
 from megafp8.errors import CapabilityError, DataError
 from megafp8.utils.files import path_problem
+from megafp8.utils.installation import pip_install
 
 JSONL, TEXT, PARQUET, DATASET = "jsonl", "text", "parquet", "dataset"
 SUFFIXES = {".jsonl": JSONL, ".json": JSONL, ".ndjson": JSONL, ".txt": TEXT, ".parquet": PARQUET}
@@ -151,7 +152,7 @@ def import_zstd(path: str) -> Any:
     except ImportError as error:
         raise CapabilityError(
             f"{path} is compressed with Zstandard, which needs the package backports.zstd ({error}). "
-            "Install it: pip install 'megafp8[data]'"
+            f"Install it: {pip_install('data')}"
         ) from error
     return zstd
 

@@ -12,6 +12,7 @@ from typing import Any, Optional
 from megafp8.data.preprocessing.readers import BLOCK_BYTES
 from megafp8.data.preprocessing.sources import DATASET, PARQUET, InputSource
 from megafp8.errors import CapabilityError, DataError
+from megafp8.utils.installation import pip_install
 
 DATASET_ROWS = 1024
 SAMPLED_ROWS = 256
@@ -170,7 +171,7 @@ def _import_pyarrow(path: str) -> Any:
         import pyarrow
     except ImportError as error:
         raise CapabilityError(
-            f"{path} is Parquet, which needs the package pyarrow ({error}). Install it: pip install 'megafp8[data]'"
+            f"{path} is Parquet, which needs the package pyarrow ({error}). Install it: {pip_install('data')}"
         ) from error
     return pyarrow
 
@@ -182,7 +183,7 @@ def _load_dataset(path: str) -> Any:
         import datasets
     except ImportError as error:
         raise CapabilityError(
-            f"--hf-dataset {name} needs the package datasets ({error}). Install it: pip install 'megafp8[datasets]'"
+            f"--hf-dataset {name} needs the package datasets ({error}). Install it: {pip_install('datasets')}"
         ) from error
     try:
         return datasets.load_dataset(name, config or None, split=split)

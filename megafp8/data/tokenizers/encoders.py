@@ -32,6 +32,7 @@ from megafp8.data.tokenizers.libraries import (
 )
 from megafp8.data.tokenizers.library_calls import is_library_failure
 from megafp8.errors import CapabilityError, DataError
+from megafp8.utils.installation import pip_install
 
 # Characters per probe text. One call for each character would cost more than encoding it.
 PROBE_CHARACTERS = 32
@@ -283,7 +284,7 @@ def _backend_builder(tokenizer: Tokenizer) -> tuple[Callable[[], Any], int]:
     try:
         import gigatoken
     except ImportError as error:
-        raise UnsupportedTokenizerError(f"it cannot be imported ({error}); pip install 'megafp8[data]'") from error
+        raise UnsupportedTokenizerError(f"it cannot be imported ({error}); {pip_install('data')}") from error
     if isinstance(tokenizer, (HuggingFaceTokenizer, GPT2BPETokenizer)):
         form = tokenizer.library_tokenizer.to_str()
     elif isinstance(tokenizer, SentencePieceTokenizer):

@@ -13,6 +13,7 @@ from megafp8.launch.doctor import facts, versions
 from megafp8.launch.doctor.facts import Machine
 from megafp8.launch.doctor.versions import TestedSet, dotted, matches_version, version_numbers
 from megafp8.recipes import registry
+from megafp8.utils.installation import transformer_engine_command
 
 LIBRARIES = (
     "numpy", "psutil", "pyyaml", "sentencepiece", "tensorboard", "matplotlib", "scipy", "jinja2", "tqdm",
@@ -54,11 +55,15 @@ ok, warning, error = (partial(DoctorResult, level) for level in (OK, WARNING, ER
 
 
 DRIVER_LIBRARY = re.compile(r"lib(cuda|nvidia-[\w-]+)\.so")
+WRONG_ABI = re.compile(r"undefined symbol|symbol lookup error")
 NO_MEMORY = re.compile(r"MemoryError|Cannot allocate memory|exited with status -9\b")
-REINSTALL_FIX = "install the NVIDIA driver (in a container: docker run --gpus all), or a CPU build of torch"
+DRIVER_LIBRARY_FIX = "install the NVIDIA driver (in a container: docker run --gpus all), or a CPU build of torch"
 MEMORY_FIX = (
     "free memory, or raise the container's limit; dmesg | grep -i oom lists the processes that the kernel killed"
 )
+
+ABI_FIX = "pip install --force-reinstall --no-deps --no-cache-dir --no-build-isolation"
+TE_PARTS = re.compile(r"transformer-engine-(cu\d+|torch)$")
 
 
 def import_problem(machine: Machine, module: str, version: str, reinstall: str) -> Optional[DoctorResult]:
@@ -78,9 +83,11 @@ def import_problem(machine: Machine, module: str, version: str, reinstall: str) 
         return None
     fix = reinstall
     if DRIVER_LIBRARY.search(failure):
-        fix = REINSTALL_FIX
+        fix = DRIVER_LIBRARY_FIX
     elif NO_MEMORY.search(failure):
         fix = MEMORY_FIX
+    elif WRONG_ABI.search(failure) and module.startswith("transformer_engine"):
+        fix = f"{ABI_FIX} transformer-engine-torch=={version}  # it was compiled for another torch"
     return error(f"{version} cannot be imported: {failure}", fix)
 
 
@@ -102,7 +109,7 @@ def python(machine: Machine) -> Iterator[DoctorResult]:
     """A supported version of Python."""
     version = dotted(machine.python)
     if not versions.PYTHON_FROM <= machine.python[:2] < versions.PYTHON_BELOW:
-        fix = "install python3.11, then: bash tests/run.sh"
+        fix = "install Python 3.11 or 3.12, then: . tools/setup_venv.sh"
         yield error(f"{version}: megafp8 needs {versions.PYTHONS}", fix)
     elif (3, 11) <= machine.python < (3, 11, 4):
         yield warning(
@@ -156,18 +163,23 @@ def libraries(machine: Machine) -> Iterator[DoctorResult]:
 def transformer_engine(machine: Machine) -> Iterator[DoctorResult]:
     """Transformer Engine works or is absent. A broken one keeps megatron-core from being imported."""
     version = machine.packages.get("transformer-engine")
-    install = f"'transformer-engine[pytorch]=={version}', or: pip uninstall transformer-engine"
+    fix = f"{transformer_engine_command(version or '')}, or: pip uninstall transformer-engine"
+    parts = {name: machine.packages[name] for name in sorted(machine.packages) if TE_PARTS.match(name)}
     if version is None and machine.has_gpu:
-        yield warning("is not installed: FP8 is emulated, which is slower than BF16", "pip install 'megafp8[te]'")
+        text = "is not installed: FP8 is emulated, which is slower than BF16"
+        yield warning(text, transformer_engine_command())
     elif version is None:
         yield ok("not installed, and not needed without a GPU")
     elif not machine.has_te_torch_part:
         state = "is installed without its torch extension"
         if "transformer-engine-torch" not in machine.packages:
             state = "is the empty meta package, without transformer-engine-torch"
-        yield error(f"{version} {state}; megatron-core cannot be imported", f"pip install {install}")
+        yield error(f"{version} {state}; megatron-core cannot be imported", fix)
+    elif set(parts.values()) - {version}:
+        others = ", ".join(f"{name} {part}" for name, part in parts.items() if part != version)
+        yield error(f"{version}, but {others}: the parts must have one version", fix)
     elif problem := needs_torch(
-        machine, "transformer_engine.pytorch", version, f"pip install --force-reinstall --no-deps {install}"
+        machine, "transformer_engine.pytorch", version, fix.replace("install", "install --force-reinstall --no-deps", 1)
     ):
         yield problem
     else:
@@ -175,7 +187,7 @@ def transformer_engine(machine: Machine) -> Iterator[DoctorResult]:
 
 
 def cuda_libraries(machine: Machine) -> Iterator[DoctorResult]:
-    """torch, Transformer Engine, cuDNN and NCCL are built for the same major version of CUDA."""
+    """torch, Transformer Engine and NVIDIA's libraries fit together, and each library is loaded once."""
     if machine.cuda_major is None:
         return
     suffix = re.compile(r"^(transformer-engine|nvidia-cudnn|nvidia-nccl)-cu(\d+)$")
@@ -187,9 +199,31 @@ def cuda_libraries(machine: Machine) -> Iterator[DoctorResult]:
         yield error(f"{text} is not", f"{fix} && pip install 'transformer-engine[pytorch]'")
     elif others:
         yield warning(f"{text} is also installed", fix)
+    elif twice := {name: folders for name, folders in machine.loaded.items() if len(folders) > 1 and name != "cuDNN"}:
+        for name, folders in twice.items():
+            yield error(
+                f"two copies of {name} are loaded: {', '.join(folders)}",
+                f"keep the one that torch brings: unset LD_LIBRARY_PATH, or remove {folders[-1]} from it",
+            )  # fmt: skip
     else:
-        nccl = f", NCCL {machine.nccl_version}" if machine.nccl_version else ""
-        yield ok(f"all packages are for CUDA {machine.cuda_major}{nccl}")
+        yield from wheels_torch_was_built_with(machine)
+
+
+def wheels_torch_was_built_with(machine: Machine) -> Iterator[DoctorResult]:
+    """NVIDIA's wheels have the versions that torch's own requirements name: cuBLAS, cuDNN, NCCL, NVSHMEM, ..."""
+    differing = {
+        name: version for name, version in machine.torch_wheels.items()
+        if not matches_version(machine.packages.get(name), version)
+    }  # fmt: skip
+    if differing:
+        listed = ", ".join(f"{name} {machine.packages.get(name, 'missing')} ({differing[name]})" for name in differing)
+        yield warning(
+            f"not the versions that torch {machine.torch_version} was built with: {listed}",
+            "pip install " + " ".join(f"{name}=={version}" for name, version in differing.items()),
+        )  # fmt: skip
+        return
+    versions_text = "".join(f", {name} {version}" for name, version in machine.library_versions.items())
+    yield ok(f"all packages are for CUDA {machine.cuda_major}{versions_text}")
 
 
 def cudnn(machine: Machine) -> Iterator[DoctorResult]:
@@ -199,9 +233,9 @@ def cudnn(machine: Machine) -> Iterator[DoctorResult]:
     wheel, found = machine.wheel_cudnn, machine.found_cudnn
     shown = machine.cudnn or "of unknown version"
     fix = f"export CUDNN_HOME={wheel}" if wheel else "unset CUDNN_HOME CUDNN_PATH, and keep one cuDNN"
-    if len(machine.loaded_cudnn) > 1:
-        loaded = ", ".join(machine.loaded_cudnn)
-        yield error(f"two versions are loaded: {loaded}; attention falls back to slower kernels", fix)
+    loaded = machine.loaded.get("cuDNN", ())
+    if len(loaded) > 1:
+        yield error(f"two versions are loaded: {', '.join(loaded)}; attention falls back to slower kernels", fix)
     elif wheel and found and not found[0].startswith(wheel):
         yield error(
             f"torch uses {shown} in {wheel}, but Transformer Engine finds another in {found[0]} ({found[1]}): mixed "
@@ -231,7 +265,8 @@ def tested_set(machine: Machine) -> Iterator[DoctorResult]:
     expected = min(tested_sets, key=lambda each: len(differences_from(each, machine)))
     differences = differences_from(expected, machine)
     if differences:
-        fix = f"optional; to test this machine: {tested_sets[0].command}"
+        constraints = "constraints-gpu.txt" if machine.has_gpu else "constraints.txt"
+        fix = f"optional; for the tested versions: pip install -c {constraints} -e . (docs/install.md)"
         yield warning(f"differs from {expected.name}: {', '.join(differences)}", fix)
     else:
         yield ok(expected.name)

@@ -58,7 +58,9 @@ class Machine:
         wheel_cudnn: folder of the cuDNN that was installed with torch.
         found_cudnn: folder of the unversioned libcudnn.so that Transformer Engine finds first, and where this comes
             from.
-        loaded_cudnn: folders of the loaded cuDNN libraries after all imports.
+        loaded: folders of each CUDA library that is loaded after all imports, by the library's name.
+        library_versions: versions of the loaded CUDA libraries, by the library's name.
+        torch_wheels: the versions of NVIDIA's wheels that torch requires, by package.
         links: kinds of connections between the GPUs according to `nvidia-smi topo`, such as NV18, PIX or SYS.
     """
 
@@ -71,7 +73,6 @@ class Machine:
     has_te_torch_part: bool = False
     torch_version: Optional[str] = None
     torch_cuda: Optional[str] = None
-    nccl_version: Optional[str] = None
     cudnn_version: Optional[int] = None
     cuda_error: Optional[str] = None
     driver: Optional[str] = None
@@ -81,7 +82,9 @@ class Machine:
     links: tuple[str, ...] = ()
     wheel_cudnn: Optional[str] = None
     found_cudnn: Optional[tuple[str, str]] = None
-    loaded_cudnn: tuple[str, ...] = ()
+    loaded: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    library_versions: Mapping[str, str] = field(default_factory=dict)
+    torch_wheels: Mapping[str, str] = field(default_factory=dict)
     compiler: Optional[str] = None
     has_python_headers: bool = False
     shared_memory_bytes: Optional[int] = None
@@ -133,7 +136,6 @@ def find_machine(folder: str) -> Machine:
     facts["gpus"] = tuple(
         InstalledGpu(**gpu | {"compute_capability": tuple(gpu["compute_capability"])}) for gpu in facts.get("gpus", ())
     )
-    facts["loaded_cudnn"] = tuple(facts.get("loaded_cudnn", ()))
     driver, driver_gpus, driver_error = driver_facts()
     return Machine(
         python=sys.version_info[:3],
@@ -145,6 +147,7 @@ def find_machine(folder: str) -> Machine:
         driver_gpus=driver_gpus,
         links=gpu_links() if len(driver_gpus) > 1 else (),
         wheel_cudnn=wheel_cudnn(),
+        torch_wheels=wheels_required_by("torch"),
         found_cudnn=find_cudnn(os.environ),
         compiler=compiler(os.environ),
         has_python_headers=(Path(sysconfig.get_paths()["include"]) / "Python.h").exists(),
@@ -169,6 +172,25 @@ def installed_packages() -> dict[str, str]:
             # The first one on the path is imported.
             found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), version)
     return found
+
+
+def wheels_required_by(package: str, extras: Sequence[str] = ()) -> dict[str, str]:
+    """The versions of NVIDIA's wheels that an installed package requires, also by way of extras of `cuda-toolkit`."""
+    wheels: dict[str, str] = {}
+    try:
+        requirements = importlib.metadata.requires(package) or []
+    except importlib.metadata.PackageNotFoundError:
+        return wheels
+    for requirement in requirements:
+        pin = re.match(r"(nvidia-[\w-]+|cuda-toolkit)(?:\[([^]]*)])?\s*==\s*([\d.]*\d)", requirement)
+        extra = re.search(r"extra == ['\"]([\w-]+)", requirement)
+        if pin is None or (extra is not None and extra[1] not in extras):
+            continue
+        if pin[1] == "cuda-toolkit":
+            wheels |= wheels_required_by("cuda-toolkit", (pin[2] or "").split(","))
+        else:
+            wheels[pin[1]] = pin[3]
+    return wheels
 
 
 def modules_to_try(packages: Mapping[str, str]) -> list[str]:

@@ -6,6 +6,8 @@ library itself.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib
 import json
 import re
@@ -37,7 +39,7 @@ def torch_facts() -> dict[str, Any]:
     if torch.version.cuda is None:
         return facts
     facts["cudnn_version"] = torch.backends.cudnn.version()
-    facts["nccl_version"] = ".".join(map(str, torch.cuda.nccl.version()))
+    facts["library_versions"] = library_versions(int(torch.version.cuda.split(".")[0]))
     if not torch.cuda.is_available():
         try:
             torch.cuda.init()
@@ -51,13 +53,31 @@ def torch_facts() -> dict[str, Any]:
     return facts
 
 
-def cudnn_folders() -> list[str]:
-    """Folders from which this process has loaded cuDNN, according to /proc/self/maps."""
+def library_versions(cuda_major: int) -> dict[str, str]:
+    """Versions of the CUDA libraries that torch has loaded. Each library says its own."""
+    torch = sys.modules["torch"]
+    found = {"NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
+    with contextlib.suppress(OSError, AttributeError):
+        get_version = ctypes.CDLL(f"libcublasLt.so.{cuda_major}").cublasLtGetVersion
+        get_version.restype = ctypes.c_size_t
+        number = get_version()  # 130100 for 13.1.0
+        found["cuBLASLt"] = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+    return found
+
+
+LIBRARIES = {"cuBLASLt": "libcublasLt", "cuDNN": "libcudnn", "NCCL": "libnccl", "NVSHMEM": "libnvshmem_host"}
+"""Files of the CUDA libraries of which a process may have only one."""
+
+
+def loaded_libraries() -> dict[str, list[str]]:
+    """Folders from which this process has loaded each CUDA library, according to /proc/self/maps."""
     try:
         with open("/proc/self/maps", encoding="utf-8") as lines:
-            return sorted(set(re.findall(r"(/\S*)/libcudnn\S*\.so", lines.read())))
+            text = lines.read()
     except OSError:
-        return []
+        return {}
+    found = {name: sorted(set(re.findall(rf"(/\S*)/{file}\S*\.so", text))) for name, file in LIBRARIES.items()}
+    return {name: folders for name, folders in found.items() if folders}
 
 
 def main() -> None:
@@ -70,7 +90,7 @@ def main() -> None:
                 report(module="CUDA", error=None)
             except Exception as error:
                 report(module="CUDA", error=f"{type(error).__name__}: {error}")
-    report(loaded_cudnn=cudnn_folders())
+    report(loaded=loaded_libraries())
 
 
 if __name__ == "__main__":

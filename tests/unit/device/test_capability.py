@@ -56,7 +56,7 @@ def test_high_precision_runs_everywhere() -> None:
 def test_transformer_engine_needs_cuda_and_an_installation() -> None:
     config = RunConfig(precision=PrecisionConfig(transformer_impl="transformer_engine"))
     assert "has no CUDA device" in only_problem(config, CPU)
-    assert "pip install 'megafp8[te]'" in only_problem(config, WITHOUT_TE)
+    assert "-e '.[te]'" in only_problem(config, WITHOUT_TE)
     assert capability_problems(config, H200) == []
 
 

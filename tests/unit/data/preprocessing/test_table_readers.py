@@ -95,7 +95,7 @@ def test_without_the_libraries(tmp_path):
         "        print(error)\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert "pip install 'megafp8[data]'" in result.stdout, result.stderr
+    assert "pip install -e '.[data]'" in result.stdout, result.stderr
     assert "--hf-dataset name needs the package datasets" in result.stdout
 
 

@@ -257,7 +257,7 @@ def test_without_gigatoken(bpe, texts, monkeypatch):
     monkeypatch.setitem(sys.modules, "gigatoken", None)
     choice = choose_encoder(bpe, AUTO, texts)
     assert isinstance(choice.encoder, LibraryEncoder)
-    assert "pip install 'megafp8[data]'" in choice.reason
+    assert "pip install -e '.[data]'" in choice.reason
     with pytest.raises(CapabilityError, match="cannot be imported"):
         choose_encoder(bpe, GIGATOKEN, texts)
 

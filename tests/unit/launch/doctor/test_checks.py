@@ -30,12 +30,15 @@ H200 = dataclasses.replace(
     packages={
         **CPU.packages, "torch": "2.11.0+cu130", "transformer-engine": "2.20.2", "transformer-engine-cu13": "2.20.2",
         "transformer-engine-torch": "2.20.2", "triton": "3.6.0", "nvidia-cudnn-cu13": "9.19.0.56",
+        "nvidia-cublas": "13.1.0.3", "nvidia-nvshmem-cu13": "3.4.5",
     },
     import_errors=CPU.import_errors | {"transformer_engine.pytorch": None},
-    has_te_torch_part=True, torch_version="2.11.0+cu130", torch_cuda="13.0", nccl_version="2.28.9", cudnn_version=91900,
+    has_te_torch_part=True, torch_version="2.11.0+cu130", torch_cuda="13.0", cudnn_version=91900,
+    library_versions={"NCCL": "2.28.9", "cuBLASLt": "13.1.0"},
+    torch_wheels={"nvidia-cublas": "13.1.0.3", "nvidia-nvshmem-cu13": "3.4.5", "nvidia-cudnn-cu13": "9.19.0.56"},
     driver="580.159.04", driver_gpus=("NVIDIA H200",) * 8, links=("NV18",),
     gpus=(InstalledGpu(name="NVIDIA H200", memory_bytes=150 * 10**9, compute_capability=(9, 0)),) * 8,
-    wheel_cudnn=WHEEL, loaded_cudnn=(WHEEL + "/lib",),
+    wheel_cudnn=WHEEL, loaded={"cuDNN": (WHEEL + "/lib",), "cuBLASLt": ("/site/nvidia/cu13/lib",)},
 )  # fmt: skip
 BROKEN_TORCH = "ImportError: libcudart.so.13: cannot open shared object file"
 
@@ -63,7 +66,7 @@ def test_a_correct_machine_has_no_findings(machine: Machine) -> None:
 
 
 CASES = {
-    "python": ({"python": (3, 14, 0)}, ERROR, "Python", "3.14.0: megafp8 needs 3.10 to 3.13", "python3.11"),
+    "python": ({"python": (3, 14, 0)}, ERROR, "Python", "3.14.0: megafp8 needs 3.10 to 3.13", "setup_venv.sh"),
     "an early Python 3.11": ({"python": (3, 11, 3)}, WARNING, "Python", "3.11.3: Python 3.11.0 to 3.11.3", "3.11.4"),
     "torch is missing": (
         {"packages": without(CPU, "torch"), "torch_version": None,
@@ -88,7 +91,7 @@ CASES = {
     "a tested megatron-core on another Python": (
         {"packages": without(CPU) | {"megatron-core": "0.19.2"}, "python": (3, 10, 4)}, WARNING, "tested set",
         "differs from CPU, chosen tests: Python 3.10 (tested 3.11)",
-        "tests/run.sh",
+        "-c constraints.txt",
     ),
     "megatron-core is broken": (
         {"import_errors": failing(CPU, megatron__core="AttributeError: x")}, ERROR, "megatron-core",
@@ -101,7 +104,8 @@ CASES = {
         {"import_errors": failing(CPU, numpy="ImportError: x")}, ERROR, "libraries", "numpy cannot", "numpy"
     ),
     "not tested together": (
-        {"packages": without(CPU, torch="2.12.1")}, WARNING, "tested set", "torch 2.12.1 (tested 2.13)", "tests/run.sh"
+        {"packages": without(CPU, torch="2.12.1")}, WARNING, "tested set", "torch 2.12.1 (tested 2.13)",
+        "-c constraints.txt",
     ),
     "little shared memory": (
         {"shared_memory_bytes": 64 * 2**20}, WARNING, "shared memory", "67 MB", "--shm-size"
@@ -134,7 +138,7 @@ CASES = {
 GPU_CASES = {
     "another cuDNN than the tested one": (
         {"cudnn_version": 91201}, WARNING, "tested set", "differs from H200, CUDA 13.0: cuDNN 9.12.1 (tested 9.19)",
-        "-m gpu tests",
+        "-c constraints-gpu.txt",
     ),
     "no GPU for torch": (
         {"gpus": (), "cuda_error": "Found no NVIDIA driver on your system"}, ERROR, "GPU",
@@ -152,7 +156,7 @@ GPU_CASES = {
     ),
     "Transformer Engine is missing": (
         {"packages": without(H200, "transformer-engine"), "has_te_torch_part": False}, WARNING, "Transformer Engine",
-        "emulated", "megafp8[te]",
+        "emulated", "-e '.[te]'",
     ),
     "half a Transformer Engine": (
         {"has_te_torch_part": False}, ERROR, "Transformer Engine", "without its torch extension", "pip uninstall"
@@ -160,7 +164,7 @@ GPU_CASES = {
     "Transformer Engine's Python alone": (
         {"packages": without(H200, "transformer-engine-torch"), "has_te_torch_part": False}, ERROR,
         "Transformer Engine", "2.20.2 is the empty meta package, without transformer-engine-torch",
-        "pip install 'transformer-engine[pytorch]==2.20.2', or: pip uninstall transformer-engine",
+        "pip install --no-build-isolation 'transformer-engine[pytorch]==2.20.2', or: pip uninstall transformer-engine",
     ),
     "a driver that hangs beside working GPUs": (
         {"driver_error": "nvidia-smi did not finish within 60 s", "driver": None, "driver_gpus": ()}, WARNING, "GPU",
@@ -172,7 +176,7 @@ GPU_CASES = {
     ),
     "a broken Transformer Engine": (
         {"import_errors": failing(H200, transformer_engine__pytorch="ImportError: undefined symbol")}, ERROR,
-        "Transformer Engine", "undefined symbol", "--force-reinstall",
+        "Transformer Engine", "undefined symbol", "--no-build-isolation transformer-engine-torch==2.20.2",
     ),
     "Transformer Engine for another CUDA": (
         {"packages": without(H200, "transformer-engine-cu13") | {"transformer-engine-cu12": "2.20.2"}}, ERROR,
@@ -188,7 +192,24 @@ GPU_CASES = {
         "export CUDNN_HOME=/site/nvidia/cudnn",
     ),
     "two loaded cuDNNs": (
-        {"loaded_cudnn": (WHEEL + "/lib", "/usr/lib")}, ERROR, "cuDNN", "two versions are loaded", f"CUDNN_HOME={WHEEL}"
+        {"loaded": {"cuDNN": (WHEEL + "/lib", "/usr/lib")}}, ERROR, "cuDNN", "two versions are loaded",
+        f"CUDNN_HOME={WHEEL}",
+    ),
+    "parts of two Transformer Engines": (
+        {"packages": without(H200) | {"transformer-engine-torch": "2.19.0"}}, ERROR, "Transformer Engine",
+        "2.20.2, but transformer-engine-torch 2.19.0", "transformer-engine[pytorch]==2.20.2",
+    ),
+    "another cuBLAS": (
+        {"packages": without(H200) | {"nvidia-cublas": "13.4.0.1"}}, WARNING, "CUDA libraries",
+        "torch 2.11.0+cu130 was built with: nvidia-cublas 13.4.0.1 (13.1.0.3)", "pip install nvidia-cublas==13.1.0.3",
+    ),
+    "no NVSHMEM": (
+        {"packages": without(H200, "nvidia-nvshmem-cu13")}, WARNING, "CUDA libraries",
+        "nvidia-nvshmem-cu13 missing (3.4.5)", "pip install nvidia-nvshmem-cu13==3.4.5",
+    ),
+    "two loaded cuBLASLts": (
+        {"loaded": {"cuBLASLt": ("/site/nvidia/cu13/lib", "/usr/local/cuda/lib64")}}, ERROR, "CUDA libraries",
+        "two copies of cuBLASLt are loaded", "remove /usr/local/cuda/lib64",
     ),
     "no Triton": ({"packages": without(H200, "triton")}, ERROR, "Triton", "not installed", "pip install triton"),
     "no compiler": ({"compiler": None}, ERROR, "Triton", "a C compiler", "gcc"),
