@@ -135,8 +135,10 @@ SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         },
         "python tools/build_index.py": {END: "--seq-length 32 --train-iters 10 --global-batch-size 2"},
     },
-    "docs/devices.md": {"python tools/verify_device.py": {END: "--recipes delayed"}},
-    "docs/doctor.md": {"python tools/doctor.py --gpus 8": {BEFORE: "mkdir runs\n", "--gpus 8 ": ""}},
+    "docs/doctor.md": {
+        "megafp8 doctor --gpus 8": {BEFORE: "mkdir runs\n", "--gpus 8 ": ""},
+        "megafp8 verify-device": {END: "--recipes delayed"},
+    },
     "docs/goodput.md": {
         "megafp8 plan --goodput --model-preset": {
             "llama3-405b --gpus 16384": "llama-1b --gpus 8",
@@ -214,6 +216,11 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
         "bash examples/precision_table.sh": f"{RUN_BY}tests/cli/test_examples.py",
         "megafp8 precision-table": f"{RUN_BY}tests/cli/test_precision_table_command.py",
     },
+    "docs/install.md": dict.fromkeys(
+        (". tools/setup_venv.sh", ". .venv/bin/activate", "pip install", "uv venv", "uv pip", "conda create", "export"),
+        "installs packages",
+    )
+    | dict.fromkeys(("docker", "enroot", "apptainer"), "needs the program and a registry"),
     "docs/performance.md": {
         "python benchmarks/gpu_train.py": f"{RUN_BY}tests/unit/benchmarks/test_benchmarks_run.py",
         "accelerate launch": "needs that package",

@@ -47,6 +47,11 @@ LM_EVAL_FLAGS = {"--model", "--model_args", "--tasks", "--include_path", "--outp
 ACCELERATE_FLAGS = {
     "--num_processes", "--num_machines", "--machine_rank", "--main_process_ip", "--main_process_port", "--fp8_backend",
 }  # fmt: skip
+# Of pip, docker and others, in docs/install.md.
+INSTALL_FLAGS = {
+    "--no-build-isolation", "--index-url", "--force-reinstall", "--no-deps", "--no-cache-dir", "--rm", "--gpus",
+    "--ipc", "--shm-size", "--python", "--gres",
+}  # fmt: skip
 # Made by a run, not shipped.
 RUN_FILES = {
     "records.jsonl",
@@ -113,7 +118,7 @@ def test_files_exist(path: Path) -> None:
 @each_document
 def test_flags_of_documents_are_known(path: Path, known_flags: set[str]) -> None:
     mentioned = set(FLAG.findall(path.read_text(encoding="utf-8"))) - ACCELERATE_FLAGS - LM_EVAL_FLAGS
-    others = mentioned - known_flags - BENCHMARK_FLAGS - set(megatron_flags.REPLACED)
+    others = mentioned - known_flags - BENCHMARK_FLAGS - INSTALL_FLAGS - set(megatron_flags.REPLACED)
     unknown = [flag for flag in others if megatron_flags.classify(flag, []) is None]
     assert unknown == []
 
