@@ -3,6 +3,42 @@
 The core trains: all folders but those of the wings. It imports no wing.
 Wings use it: `planning`, `data.preprocessing`, `checkpoint.convert`, `launch`, `analysis`,
 `training.device_verification` and `cli`.
+
+The names in `__all__` are the Python API. They are imported at their first use, so that `import megafp8` is fast and
+`recipes`, `plan` and `read_records` need no torch.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megafp8 import recipes
+    from megafp8.analysis.frames import read_records
+    from megafp8.planning.layout_summary import LayoutSummary, plan
+    from megafp8.quantization.modules import QuantizedLayers, QuantizedLinear, quantize_model
+
 __version__ = "0.1.0"
+__all__ = [
+    "LayoutSummary", "QuantizedLayers", "QuantizedLinear", "plan", "quantize_model", "read_records", "recipes",
+]  # fmt: skip
+
+_HOMES = {
+    "LayoutSummary": "megafp8.planning.layout_summary",
+    "plan": "megafp8.planning.layout_summary",
+    "QuantizedLayers": "megafp8.quantization.modules",
+    "QuantizedLinear": "megafp8.quantization.modules",
+    "quantize_model": "megafp8.quantization.modules",
+    "read_records": "megafp8.analysis.frames",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "recipes":
+        return import_module("megafp8.recipes")
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'megafp8' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

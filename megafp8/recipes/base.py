@@ -33,6 +33,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -298,6 +299,12 @@ class Recipe:
         """
         chosen = {name: options[name] for name in self.option_names if name in options} if options else {}
         return self.build(number_format or self.default_format, **chosen)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options by name, with their defaults."""
+        parameters = inspect.signature(self.build).parameters
+        return {name: parameters[name].default for name in self.option_names}
 
     @property
     def setting_names(self) -> tuple[str, ...]:

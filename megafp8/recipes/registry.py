@@ -16,12 +16,12 @@ import runpy
 from collections.abc import Iterator
 from typing import Optional
 
-import megafp8.recipes
 from megafp8.errors import ConfigError
 from megafp8.recipes.base import Recipe
 
 RECIPES_VARIABLE = "MEGAFP8_RECIPES"
 DEFAULT_FP8, DEFAULT_FP4, DEFAULT_EXPORT = "delayed", "nvfp4", "blockwise"
+DEFAULT_MODULE = "tensorwise"  # of modules in other programs: without state
 
 
 def get(name: str) -> Recipe:
@@ -102,7 +102,7 @@ def _recipes() -> dict[str, Recipe]:
 
 
 def _built_in() -> Iterator[Recipe]:
-    for module in pkgutil.iter_modules(megafp8.recipes.__path__, f"{megafp8.recipes.__name__}."):
+    for module in pkgutil.iter_modules([os.path.dirname(__file__)], f"{__package__}."):
         if hasattr(imported := importlib.import_module(module.name), "RECIPE"):
             yield imported.RECIPE
 
