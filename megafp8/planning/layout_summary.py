@@ -96,8 +96,8 @@ def plan(
 def _words(flag: str, value: Any) -> Iterator[str]:
     """A setting as words of a command line. What is wrong with it is said where they are parsed."""
     setting = settings_by_flag().get(flag)
-    if value is False and setting is not None and setting.off:
-        yield setting.off[0]
+    if value is False and setting is not None and setting.type is bool:
+        yield from setting.off[:1]  # without such a flag, False is the default
         return
     yield flag
     if value is not True:

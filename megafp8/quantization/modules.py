@@ -32,7 +32,6 @@ from megafp8.recipes import registry
 from megafp8.recipes.base import LinearRecipe, Recipe
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-EXTRA_STATE = "_extra_state"  # torch's key for `get_extra_state`
 OUTPUT_LAYERS = ("lm_head",)  # names of the output layer in transformers' models
 LARGEST_SEED = 2**62
 
@@ -44,8 +43,8 @@ class QuantizedLinear(nn.Linear):
     quantized in every forward pass.
 
     The state dict is that of `nn.Linear`, and with some recipes more: delayed scaling adds the buffers
-    `quantizer_state.amax_history` and `quantizer_state.quant_scale`, stochastic rounding adds `_extra_state`, its seed
-    and number of draws. A state dict without these loads as well, and leaves them unchanged.
+    `quantizer_state.amax_history` and `quantizer_state.quant_scale`, stochastic rounding adds `rounding_state`, its
+    seed and number of draws. A state dict without these loads as well, and leaves them unchanged.
 
     Delayed scaling updates its scales at the end of each backward pass in training mode. The first scales are 1, as in
     Transformer Engine: run a batch forward and backward without an optimizer step to start with those of the data.
@@ -70,6 +69,7 @@ class QuantizedLinear(nn.Linear):
     """
 
     quantizer_state: DelayedState  # with delayed scaling only
+    rounding_state: Tensor  # with stochastic rounding only; of the last state dict
 
     def __init__(
         self,
@@ -98,12 +98,14 @@ class QuantizedLinear(nn.Linear):
         # By name, not the rules themselves: copies and pickles of a module then share one object.
         self._options = tuple(sorted(options.items()))
         rules = self.rules
-        # In a tuple, since DistributedDataParallel broadcasts the buffers of submodules, and this one stays on the CPU.
-        self._noise = (RoundingNoise(str(seed)),) if rules.is_stochastic else ()
         self._seed = seed
+        device = torch.device("cpu") if self.weight.device.type == "meta" else self.weight.device
+        # In a tuple, so that it is no submodule: its counter stays on the CPU, and is in no broadcast of buffers.
+        self._noise = (RoundingNoise(str(seed)),) if rules.is_stochastic else ()
+        if rules.is_stochastic:
+            self.register_buffer("rounding_state", torch.tensor([seed, 0], device=device))
         if rules.delayed is not None:
-            device = self.weight.device
-            self.quantizer_state = DelayedState(rules).to("cpu" if device.type == "meta" else device)
+            self.quantizer_state = DelayedState(rules).to(device)
 
     @property
     def rules(self) -> LinearRecipe:
@@ -155,30 +157,23 @@ class QuantizedLinear(nn.Linear):
             return noise
         return None
 
-    def get_extra_state(self) -> Tensor:
-        """Seed and number of draws of stochastic rounding, int64 [2]. A tensor, because safetensors stores no others."""
-        return torch.tensor([self._seed, *(int(noise.num_draws) for noise in self._noise)])
-
-    def set_extra_state(self, state: Tensor) -> None:
-        """Continue with the random numbers of another module. Ignored by recipes that round to nearest."""
+    def _store_stream(self) -> None:
+        """Write seed and number of draws to their buffer."""
         for noise in self._noise:
-            self._seed, num_draws = state.tolist()
-            noise.num_draws.fill_(num_draws)
+            self.rounding_state.copy_(torch.tensor([self._seed, noise.num_draws.item()]))
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not self._noise:  # then the state dict is that of nn.Linear
-            del destination[prefix + EXTRA_STATE]
+    def _save_to_state_dict(self, *args: Any) -> None:
+        self._store_stream()
+        super()._save_to_state_dict(*args)
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
-        *args: Any,
-    ) -> None:  # fmt: skip
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *args)
-        if prefix + EXTRA_STATE in missing_keys:
-            missing_keys.remove(prefix + EXTRA_STATE)
-        for name, buffer in self.named_buffers():  # of the submodule, which is loaded next
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        self._store_stream()
+        for name, buffer in self.named_buffers():  # a state dict of nn.Linear has none of them
             state_dict.setdefault(prefix + name, buffer)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        for noise in self._noise:
+            self._seed, num_draws = self.rounding_state.tolist()
+            noise.num_draws.fill_(num_draws)
 
     def extra_repr(self) -> str:
         """The arguments, for `print(model)`."""
