@@ -12,7 +12,7 @@ SAFETENSORS = ["safetensors>=0.8"]
 # What converted models are compared with: transformers' models, and what it loads FP8 weights with.
 TRANSFORMERS = [f'{name}; python_version >= "3.11"' for name in ("transformers>=5", "accelerate", "compressed-tensors")]
 PREPROCESSING = ["gigatoken>=0.10", "orjson", "pyarrow", "backports.zstd"]  # fast BPE and JSON, Parquet, .zst
-DOCS = ["mkdocs-material>=9.6,<10"]
+DOCS = ["mkdocs-material>=9.6,<10", "mkdocstrings[python]"]
 # The supported versions: 0.16.1 on every Python, 0.19 on those that it is made for. See docs/upstream.md.
 MEGATRON_CORE = [
     'megatron-core==0.16.1; python_version < "3.12"',
@@ -85,6 +85,7 @@ setup(
             *PREPROCESSING,
             *TRANSFORMERS,
             *DOCS,
+            "pandas",  # of megafp8.read_records
             "torchao",
             "playwright",
         ],

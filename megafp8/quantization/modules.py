@@ -55,13 +55,13 @@ class QuantizedLinear(nn.Linear):
         bias: add a learnable bias.
         device: device of the parameters.
         dtype: torch.float32, torch.bfloat16 or torch.float16; the input has the same, or autocast is enabled.
-        recipe: one of `megafp8.recipes.names()`.
+        recipe: one of `megafp8.recipes.names()`; by default tensorwise.
         format: one of `megafp8.recipes.get(recipe).formats`; None is the recipe's default.
         seed: of stochastic rounding; None takes it from torch's generator without advancing it.
         **options: those of the recipe, by the names of their flags: `fp8_amax_history_len=16`.
 
     Shape:
-        input [*, in_features], output [*, out_features]. If gradients are needed, rows of zeros fill the input up to a
+        input `[*, in_features]`, output `[*, out_features]`. If gradients are needed, rows of zeros fill the input up to a
         multiple of the alignment; they change no result.
 
     Raises:
@@ -218,8 +218,8 @@ def quantize_model(
 
     Args:
         model: any PyTorch model.
-        recipe: one of `megafp8.recipes.names()`.
-        skip: layers to leave out: full names, last parts of names or names of a parent, with `*` and `?` as wildcards:
+        recipe: one of `megafp8.recipes.names()`; by default tensorwise.
+        skip: layers to leave out, by default `("lm_head",)`: full names, last parts of names or names of a parent, with `*` and `?` as wildcards:
             `("lm_head", "model.layers.0", "*.down_proj")`.
         format: one of `megafp8.recipes.get(recipe).formats`; None is the recipe's default.
         seed: of stochastic rounding; each layer derives its own from it and its name.

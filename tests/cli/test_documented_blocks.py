@@ -43,11 +43,18 @@ def test_a_command_takes_each_yaml_block(page: str, tmp_path: Path) -> None:
     assert len(blocks) == len(TAKEN_BY[page])
 
 
+@pytest.mark.parametrize("block", blocks_of("docs/api.md", "python"))
+def test_python_blocks_run(block: str, tmp_path: Path) -> None:
+    (tmp_path / "block.py").write_text(block, encoding="utf-8")
+    done = run_script(str(tmp_path / "block.py"))
+    assert done.returncode == 0 and done.stdout, done.stderr
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_is_of_a_kind_that_a_test_reads(page: str) -> None:
-    """Commands, YAML, or output, which has no language. `tests/reproducers.py` runs the Python of upstream.md."""
+    """Commands, YAML, output, which has no language, or Python. `tests/reproducers.py` runs the Python of upstream.md."""
     found = BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
-    python = {"python"} if page == "docs/upstream.md" else set()
+    python = {"python"} if page in ("docs/upstream.md", "docs/api.md") else set()
     assert {language for language, _ in found} <= {"bash", "yaml", ""} | python
     outputs = [text for language, text in found if not language]
     # "megafp8 0.1.0 | run folder" is output, "megafp8 plan" a command.

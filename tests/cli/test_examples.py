@@ -319,3 +319,14 @@ def test_the_comparison_on_gpus_is_accepted(stub_python: str, tmp_path: Path) ->
         files = ["--vocab-size", "32000", "--dry-run", "--target", "h200", "--world-size", "1"]
         planned = run_script("pretrain_gpt.py", *options.flags, "--bf16", *precision, *files)
         assert planned.returncode == 0, planned.stderr
+
+
+def test_a_transformers_model_is_trained_in_two_precisions() -> None:
+    pytest.importorskip("transformers")
+    done = run_script("examples/quantize_transformers_model.py", "--steps", "3")
+    assert done.returncode == 0, done.stderr
+    replaced, _, header, *rows = done.stdout.splitlines()
+    assert replaced == "14 layers quantized, 1 skipped" and header.split() == ["step", "bf16", "nvfp4"]
+    first, *_, last = ([float(cell) for cell in row.split()[1:]] for row in rows)
+    assert len(rows) == 3 and all(after < before - 0.5 for before, after in zip(first, last, strict=True))
+    assert 0 < abs(last[0] - last[1]) < 0.2

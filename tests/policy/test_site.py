@@ -11,8 +11,13 @@ from pathlib import Path
 import pytest
 from test_external_references import FOLDERS
 
+import megafp8
+
 ROOT = Path(__file__).resolve().parents[2]
-needs_mkdocs = pytest.mark.skipif(find_spec("material") is None, reason="mkdocs-material is not installed: '.[docs]'")
+needs_mkdocs = pytest.mark.skipif(
+    not (find_spec("material") and find_spec("mkdocstrings")),
+    reason="mkdocs-material or mkdocstrings is not installed: '.[docs]'",
+)
 
 
 def build(project: Path, site: Path) -> subprocess.CompletedProcess:
@@ -37,6 +42,8 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for page in ("index.html", "overview/index.html", "contributing/index.html", "flags/index.html"):
         assert (tmp_path / "site" / page).is_file()
+    reference = (tmp_path / "site/api/index.html").read_text(encoding="utf-8")
+    assert all(f'id="megafp8.{name}"' in reference for name in megafp8.__all__ if name != "recipes")
     assert 'href="../getting_started/"' in (tmp_path / "site/overview/index.html").read_text(encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""QuantizedLinear and quantize_model: the arithmetic of the layers that train, state dicts, and other people's models."""
+"""QuantizedLinear and quantize_model: the arithmetic of the layers that train, state dicts, and any PyTorch model."""
 
 from __future__ import annotations
 
