@@ -61,8 +61,8 @@ class QuantizedLinear(nn.Linear):
         **options: those of the recipe, by the names of their flags: `fp8_amax_history_len=16`.
 
     Shape:
-        input `[*, in_features]`, output `[*, out_features]`. If gradients are needed, rows of zeros fill the input up to a
-        multiple of the alignment; they change no result.
+        input `[*, in_features]`, output `[*, out_features]`. If gradients are needed, rows of zeros fill the input up to
+        a multiple of the alignment; they change no result.
 
     Raises:
         ConfigError: an unknown recipe, format or option, a wrong value, or a size that is no multiple of the alignment.
@@ -219,8 +219,8 @@ def quantize_model(
     Args:
         model: any PyTorch model.
         recipe: one of `megafp8.recipes.names()`; by default tensorwise.
-        skip: layers to leave out, by default `("lm_head",)`: full names, last parts of names or names of a parent, with `*` and `?` as wildcards:
-            `("lm_head", "model.layers.0", "*.down_proj")`.
+        skip: layers to leave out, by default `("lm_head",)`: full names, last parts of names or names of a parent, with
+            `*` and `?` as wildcards: `("lm_head", "model.layers.0", "*.down_proj")`.
         format: one of `megafp8.recipes.get(recipe).formats`; None is the recipe's default.
         seed: of stochastic rounding; each layer derives its own from it and its name.
         **options: those of the recipe, by the names of their flags.
