@@ -73,7 +73,7 @@ def prepare() -> None:
     for name in ("megafp8.cli.pretrain", "megafp8.training.pretrain", "megafp8.training.checks"):
         importlib.import_module(name)
     # Kept for the ranks, of which each would do it.
-    cached_parser(os.path.basename(sys.argv[0]))
+    cached_parser()
     from megafp8.training.run_record import library_versions
 
     library_versions()

@@ -10,7 +10,6 @@ import argparse
 import copy
 import functools
 import itertools
-import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -20,18 +19,17 @@ from typing import Any, NoReturn, Optional
 
 from megafp8 import __version__
 from megafp8.config import dimensions, fp8_lm, megatron_flags, model_shapes
+from megafp8.config import help as flag_help
 from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import (
     Setting,
     all_settings,
     read_settings,
-    section_titles,
     settings_by_flag,
     value_of,
     with_values,
 )
 from megafp8.errors import ConfigError
-from megafp8.recipes import registry
 from megafp8.utils.files import UnreadableFile, path_text, printable, read_text
 from megafp8.utils.numbers import number, whole_number
 
@@ -174,7 +172,7 @@ class ParsedArgs:
 def parse(argv: Sequence[str]) -> ParsedArgs:
     """Parse a command line, without the name of the program.
 
-    `--help`, `--version` and `--list-presets` print and exit with status 0.
+    `--help` with or without a topic, `--help-all`, `--version` and `--list-presets` print and exit with status 0.
 
     Raises:
         ConfigError: with all problems that `parse_with_problems` finds.
@@ -196,7 +194,10 @@ def parse_with_problems(
     Returns:
         The result and the problems: unknown, refused or incomplete flags, invalid values, an unreadable --config.
     """
-    parser = cached_parser(os.path.basename(sys.argv[0]))
+    parser = cached_parser()
+    if (topic := flag_help.requested_topic(argv)) is not None:
+        sys.stdout.write(flag_help.help_text(topic, parser))
+        raise SystemExit(0)
     expanded, warnings = megatron_flags.replace(_options_of(argv))
     values: dict[str, Any] = {}
     found: list[list[str]] = [[] for _ in expanded]  # problems of each option
@@ -231,77 +232,57 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def build_parser(program: Optional[str] = None) -> argparse.ArgumentParser:
-    """The argparse parser of all flags, with the name of the program that `--help` prints."""
-    parser = _Parser(
-        prog=program,
-        description="Pretrain a GPT in FP8 or BF16 on one or many ranks, with Megatron-LM's flags.",
-        epilog="All problems with a command line are reported together, with exit status 64.",
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=44, width=120),
-    )
+def build_parser() -> argparse.ArgumentParser:
+    """The argparse parser of all flags. `config/help.py` writes its help."""
+    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     _add_general_options(parser)
-    groups = {name: parser.add_argument_group(name, title) for name, title in section_titles().items()}
     for setting in (each for each in all_settings() if not each.former):
-        add_setting(groups.get(setting.section) or parser.add_argument_group("overrides"), setting)
+        add_setting(parser, setting)
     return parser
 
 
 cached_parser = functools.lru_cache(maxsize=1)(build_parser)
-"""The parser of a program, built once: that takes 30 ms. Parsing does not change it."""
+"""The parser, built once: that takes 30 ms. Parsing does not change it."""
 
 
 def _add_general_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("invocation", "Configuration files and dry runs.")
-    group.add_argument(
+    parser.add_argument(
         "--config", type=path_text, metavar="FILE", help="read settings from this JSON file; flags override them"
     )
-    group.add_argument(
+    parser.add_argument(
         "--precision-map", dest="precision_map_file", type=path_text, metavar="FILE",
         help="YAML file with recipes of linear layers and GEMMs; entries of --precision take precedence (see "
         "docs/precision.md)",
     )  # fmt: skip
-    group.add_argument("--dry-run", action="store_true", help="check all settings, print the plan of the run and exit")
-    group.add_argument(
+    parser.add_argument("--dry-run", action="store_true", help="check all settings, print the plan of the run and exit")
+    parser.add_argument(
         "--world-size", type=whole_number, metavar="N", help="number of ranks to plan for, with --dry-run"
     )
-    group.add_argument("--target", choices=TARGETS, help="machine to plan for, with --dry-run")
-    group.add_argument("--list-presets", action=_ListPresets, nargs=0, help="print the model presets and exit")
-    group.add_argument("--version", action="version", version=f"megafp8 {__version__}")
+    parser.add_argument("--target", choices=TARGETS, help="machine to plan for, with --dry-run")
+    parser.add_argument("--list-presets", action=_ListPresets, nargs=0, help="print the model presets and exit")
+    parser.add_argument("-h", "--help", nargs="*", metavar="TOPIC", help="this help, or all about a group or a flag")
+    parser.add_argument("--help-all", action="store_true", help="print all flags and exit")
+    parser.add_argument("--version", action="version", version=f"megafp8 {__version__}")
 
 
 def add_setting(group: Any, setting: Setting) -> None:
     """Add the flags of a setting to an argparse group. Their `dest` is the setting's `section.field` name."""
-    help_text = _help_of(setting)
+    help_text = flag_help.description(setting).replace("%", "%%")
     if setting.type is bool and not setting.many:
         if setting.flags:
-            note = " (default)" if setting.off else " (always on)"
-            full_text = help_text + note if setting.default else help_text
-            group.add_argument(*setting.flags, dest=setting.name, action="store_true", help=full_text)
+            group.add_argument(*setting.flags, dest=setting.name, action="store_true", help=help_text)
         if setting.off:
-            off_text = f"disable {setting.flags[0]}" if setting.flags else f"do not {help_text}"
+            off_text = f"disable {setting.flags[0]}" if setting.flags else help_text
             group.add_argument(*setting.off, dest=setting.name, action="store_false", help=off_text)
         return
-    options: dict[str, Any] = {"dest": setting.name, "type": _converter(setting), "help": help_text}
-    if setting.choices:
-        options["metavar"] = f"{{{','.join(map(str, setting.choices))}}}"
-    else:
-        options["metavar"] = setting.metavar or {int: "N", float: "X", str: "TEXT"}[setting.type]
+    default = flag_help.default_text(setting).replace("%", "%%")
+    options: dict[str, Any] = {
+        "dest": setting.name, "type": _converter(setting), "metavar": flag_help.value_name(setting),
+        "help": f"{help_text} (default: {default})" if default else help_text,
+    }  # fmt: skip
     if setting.many:
         options.update(nargs="+", action="extend" if setting.name in ACCUMULATED else "store")
     group.add_argument(*setting.flags, **options)
-
-
-def _help_of(setting: Setting) -> str:
-    notes = []
-    if setting.section == "precision" and (recipes := registry.with_setting(setting.field)):
-        notes.append(f"{', '.join(recipes)} only")
-    if setting.type is not bool and setting.default not in (None, ()) and "default" not in setting.help:
-        default = " ".join(map(str, setting.default)) if setting.many else setting.default
-        notes.append(f"default: {default}")
-    text = f"{setting.help} ({'; '.join(notes)})" if notes else setting.help
-    return text.replace("%", "%%")
 
 
 def _converter(setting: Setting) -> Callable[[str], Any]:
@@ -435,7 +416,7 @@ def _suggestion(parser: argparse.ArgumentParser, flag: str) -> str:
     import difflib  # here, so that --help does not import it
 
     near = difflib.get_close_matches(flag.replace("_", "-"), parser._option_string_actions, n=1, cutoff=0.75)
-    return f"; did you mean {near[0]}?" if near else "; see --help for all flags"
+    return f"; did you mean {near[0]}?" if near else "; see --help-all for all flags"
 
 
 # ---- back to a command line ---------------------------------------------------------------------------------------

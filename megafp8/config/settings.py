@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Union
 
 from megafp8.config.schema import AUTO, RunConfig
-from megafp8.config.schema.setting import Range, Role
+from megafp8.config.schema.setting import Audience, Range, Role
 from megafp8.errors import ConfigError
 from megafp8.utils.files import UnreadableFile, path_problem, printable
 from megafp8.utils.strict_json import parse_json
@@ -51,6 +51,11 @@ class Setting:
     needs: str
     requires: str
     role: Role
+    unset: str
+    unit: str
+    group: str
+    audience: Audience
+    megatron: str
     former: str
 
     @property
@@ -95,10 +100,14 @@ def all_settings() -> tuple[Setting, ...]:
     for outer in dataclasses.fields(RunConfig):
         if dataclasses.is_dataclass(outer.type):
             section: Any = outer.type
+            groups = _groups_of(section)
             fields = dataclasses.fields(section)
-            table += [_setting(f"{outer.name}.{inner.name}", inner, section.ROLE) for inner in fields]
+            table += [
+                _setting(f"{outer.name}.{inner.name}", inner, section.ROLE, groups.get(inner.name, outer.name))
+                for inner in fields
+            ]
         else:
-            table.append(_setting(outer.name, outer, RunConfig.ROLE))
+            table.append(_setting(outer.name, outer, RunConfig.ROLE, ""))
     return tuple(table)
 
 
@@ -120,14 +129,10 @@ def settings_by_name() -> Mapping[str, Setting]:
     return types.MappingProxyType({setting.name: setting for setting in all_settings()})
 
 
-def section_titles() -> Mapping[str, str]:
-    """First line of each section's docstring, by the section's name."""
-    sections = {field.name: field.type for field in dataclasses.fields(RunConfig)}
-    return {
-        name: (section.__doc__ or name).splitlines()[0]
-        for name, section in sections.items()
-        if dataclasses.is_dataclass(section)
-    }
+def _groups_of(section: type) -> dict[str, str]:
+    """Topics of `--help` by field, of the base classes of a section that name one."""
+    bases = [base for base in section.__mro__ if "GROUP" in vars(base)]
+    return {field: vars(base)["GROUP"] for base in bases for field in vars(base)["__annotations__"]}
 
 
 def value_of(config: RunConfig, name: str) -> Any:
@@ -156,7 +161,7 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     return dataclasses.replace(config, **sections, **of_run)
 
 
-def _setting(name: str, declared: dataclasses.Field[Any], section_role: Role) -> Setting:
+def _setting(name: str, declared: dataclasses.Field[Any], section_role: Role, group: str) -> Setting:
     hint = declared.type
     optional = typing.get_origin(hint) in (Union, types.UnionType) and type(None) in typing.get_args(hint)
     if optional:
@@ -171,6 +176,7 @@ def _setting(name: str, declared: dataclasses.Field[Any], section_role: Role) ->
         metadata["flags"] = ("--" + declared.name.replace("_", "-"),)
     if metadata["role"] is None:
         metadata["role"] = section_role
+    metadata["group"] = metadata["group"] or group
     if callable(metadata["choices"]):
         metadata["choices"] = metadata["choices"]()
     return Setting(name=name, type=hint, optional=optional, default=declared.default, **metadata)

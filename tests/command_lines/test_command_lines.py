@@ -22,6 +22,7 @@ from command_line_corpus import (
 from sweep import of_recorded_gpus, pass_rates
 
 from megafp8.config import flags
+from megafp8.config.schema.setting import OWN
 from megafp8.config.settings import Setting, all_settings
 
 LINES, VERDICTS, FLAGS = read_lines(), read_verdicts(), read_parser_flags()
@@ -136,6 +137,16 @@ def test_a_line_gets_the_gpus_that_its_experts_need() -> None:
 
 def settings_by_flag() -> dict[str, Setting]:
     return {flag: setting for setting in all_settings() for flag in (*setting.flags, *setting.off)}
+
+
+def test_settings_say_whether_megatron_has_their_flag_and_another_default() -> None:
+    """`megatron=` at their declarations."""
+    by_flag = {name: flag for flag in FLAGS for name in flag.flags}
+    for setting in (each for each in all_settings() if not each.former):
+        theirs = next((by_flag[name] for name in (*setting.flags, *setting.off) if name in by_flag), None)
+        assert (setting.megatron == OWN) == (theirs is None), setting.name
+        if theirs and differs(theirs, setting) and not SAME_DEFAULTS.keys() & {*setting.flags, *setting.off}:
+            assert setting.megatron or setting.off, f"{setting.name}: say that the default differs"
 
 
 def differs(flag: ParserFlag, setting: Setting) -> bool:

@@ -16,7 +16,7 @@ from typing import ClassVar
 from megafp8.config.schema.io import CheckpointConfig, DataConfig, LoggingConfig
 from megafp8.config.schema.model import ModelConfig, ParallelConfig
 from megafp8.config.schema.precision import PrecisionConfig
-from megafp8.config.schema.setting import AUTO, Role, setting
+from megafp8.config.schema.setting import AUTO, OWN, Role, setting
 from megafp8.config.schema.training import OptimizerConfig, TrainingConfig
 
 __all__ = [
@@ -45,4 +45,6 @@ class RunConfig:
         flags=("--override",),
         many=True,
         metavar="SECTION.FIELD=VALUE",
+        group="general",
+        megatron=OWN,
     )

@@ -7,9 +7,12 @@ from megafp8.config.schema.moe import MAX_WIDTH, MixtureModelConfig, MixturePara
 from megafp8.config.schema.setting import (
     AT_LEAST_1,
     COEFFICIENT,
+    COMMON,
+    DEPRECATED,
     FRACTION_ABOVE_0,
     FRACTION_BELOW_1,
     MODEL,
+    OWN,
     POSITIVE_LIMIT,
     Range,
     Role,
@@ -28,12 +31,14 @@ MAX_DEPTHS = 64
 class MultiTokenConfig:
     """Multi-token prediction (DeepSeek-AI 2024, DeepSeek-V3, section 2.2)."""
 
+    GROUP: ClassVar[str] = "multi-token prediction"
+
     mtp_num_layers: Optional[int] = setting(
-        None, "multi-token prediction: layers after the model, of which each predicts one token further; default none",
-        maximum=MAX_DEPTHS, range=AT_LEAST_1,
+        None, "layers after the model, of which each predicts one token further",
+        maximum=MAX_DEPTHS, range=AT_LEAST_1, unset="none", unit="layers",
     )
     mtp_loss_scaling_factor: float = setting(
-        0.1, "multi-token prediction: factor of the mean of the layers' losses, which is added to the loss",
+        0.1, "factor of the mean of the layers' losses, which is added to the loss",
         range=COEFFICIENT, requires="--mtp-num-layers", role=Role.LEARNING | Role.MEMORY,
     )
 
@@ -47,31 +52,33 @@ MAX_CHANNELS = 1 << 20
 class LatentAttentionConfig:
     """Multi-latent attention (DeepSeek-AI 2024, DeepSeek-V2)."""
 
+    GROUP: ClassVar[str] = "latent attention"
+
     multi_latent_attention: bool = setting(
         False, "use multi-latent attention: queries, keys and values from low-rank projections of the hidden states"
     )
     q_lora_rank: Optional[int] = setting(
-        None, "multi-latent attention: width of the compressed queries; default: queries are not compressed",
-        maximum=MAX_CHANNELS, range=AT_LEAST_1, requires="--multi-latent-attention",
+        None, "width of the compressed queries",
+        maximum=MAX_CHANNELS, range=AT_LEAST_1, requires="--multi-latent-attention", unset="not compressed",
     )
     kv_lora_rank: int = setting(
-        32, "multi-latent attention: width of the compressed keys and values",
+        32, "width of the compressed keys and values",
         maximum=MAX_CHANNELS, range=AT_LEAST_1, requires="--multi-latent-attention",
     )
     qk_head_dim: int = setting(
-        128, "multi-latent attention: channels without rotary embedding of a query or key head",
+        128, "channels without rotary embedding of a query or key head",
         maximum=MAX_CHANNELS, range=AT_LEAST_1, requires="--multi-latent-attention",
     )
     qk_pos_emb_head_dim: int = setting(
-        64, "multi-latent attention: channels with rotary embedding of a query or key head",
+        64, "channels with rotary embedding of a query or key head",
         maximum=MAX_CHANNELS, range=AT_LEAST_1, requires="--multi-latent-attention",
     )
     v_head_dim: int = setting(
-        128, "multi-latent attention: channels of a value head",
+        128, "channels of a value head",
         maximum=MAX_CHANNELS, range=AT_LEAST_1, requires="--multi-latent-attention",
     )
     rope_type: Optional[str] = setting(
-        None, "rotary embedding of multi-latent attention; default yarn", choices=("rope", "yarn")
+        None, "rotary embedding of multi-latent attention", choices=("rope", "yarn"), unset="yarn"
     )
 
 
@@ -89,22 +96,25 @@ class ModelConfig(MultiTokenConfig, LatentAttentionConfig, MixtureModelConfig):
     ROLE: ClassVar[Role] = MODEL
 
     model_preset: Optional[str] = setting(
-        None, "named model shape; other flags override its values (see --list-presets)", role=Role.MEMORY
+        None, "named model shape (see --list-presets); other flags override its values",
+        role=Role.MEMORY, metavar="NAME", audience=COMMON, megatron=OWN,
     )
-    num_layers: Optional[int] = setting(None, "number of transformer layers", maximum=10_000, range=AT_LEAST_1)
+    num_layers: Optional[int] = setting(
+        None, "number of transformer layers", maximum=10_000, range=AT_LEAST_1, unit="layers", audience=COMMON
+    )
     hidden_size: Optional[int] = setting(
-        None, "hidden size (width of the residual stream)", maximum=MAX_WIDTH, range=AT_LEAST_1
+        None, "hidden size; the width of the residual stream", maximum=MAX_WIDTH, range=AT_LEAST_1, audience=COMMON
     )
     ffn_hidden_size: Optional[int] = setting(
-        None, "hidden size of the MLP; default 4 x hidden size, with --swiglu 8/3 x hidden size rounded to a multiple "
-        "of 64",
+        None, "hidden size of the MLP",
         maximum=MAX_WIDTH, range=AT_LEAST_1,
+        unset="4 x hidden size, with --swiglu 8/3 x hidden size rounded to a multiple of 64",
     )
     num_attention_heads: Optional[int] = setting(
-        None, "number of attention (query) heads", maximum=MAX_HEADS, range=AT_LEAST_1
+        None, "number of attention (query) heads", maximum=MAX_HEADS, range=AT_LEAST_1, audience=COMMON
     )
     kv_channels: Optional[int] = setting(
-        None, "channels per attention head; default hidden size / number of heads", maximum=MAX_WIDTH, range=AT_LEAST_1
+        None, "channels per attention head", maximum=MAX_WIDTH, range=AT_LEAST_1, unset="hidden size / number of heads"
     )
     group_query_attention: bool = setting(
         False, "use grouped-query attention (see --num-query-groups)", role=Role.LEARNING | Role.MEMORY
@@ -114,7 +124,7 @@ class ModelConfig(MultiTokenConfig, LatentAttentionConfig, MixtureModelConfig):
     )
     max_position_embeddings: Optional[int] = setting(
         None, "maximum sequence length of the position embeddings; must be at least --seq-length",
-        maximum=INT32_MAX, range=AT_LEAST_1,
+        maximum=INT32_MAX, range=AT_LEAST_1, unit="tokens",
     )
     position_embedding_type: str = setting(
         "learned_absolute", "position embeddings", choices=("learned_absolute", "rope", "yarn", "none")
@@ -125,55 +135,67 @@ class ModelConfig(MultiTokenConfig, LatentAttentionConfig, MixtureModelConfig):
     )
     rotary_base: float = setting(
         10000, "base of the rotary embedding's frequencies",
-        needs="--position-embedding-type rope", range=Range(1, 1e12),
+        needs="--position-embedding-type rope", range=Range(1, 1e12), group="rotary embedding",
     )
     rotary_base_local: Optional[int] = setting(
-        None, "base of the rotary embedding in layers with a sliding window, as in Gemma 3; default --rotary-base",
-        range=AT_LEAST_1,
+        None, "base of the rotary embedding in layers with a sliding window, as in Gemma 3",
+        range=AT_LEAST_1, unset="--rotary-base", megatron=OWN, group="rotary embedding",
     )
     rotary_percent: float = setting(
         1.0, "fraction of each head's channels with rotary embedding",
-        needs="--position-embedding-type rope", range=FRACTION_ABOVE_0,
+        needs="--position-embedding-type rope", range=FRACTION_ABOVE_0, group="rotary embedding",
     )
     rotary_interleaved: bool = setting(
         False, "rotate pairs of adjacent channels instead of pairs from the two halves of a head",
-        needs="--position-embedding-type rope",
+        needs="--position-embedding-type rope", group="rotary embedding",
     )
     rotary_seq_len_interpolation_factor: Optional[int] = setting(
         None, "linear interpolation factor for rotary positions",
-        needs="--position-embedding-type rope", range=AT_LEAST_1,
+        needs="--position-embedding-type rope", range=AT_LEAST_1, group="rotary embedding",
     )
     use_rope_scaling: bool = setting(
-        False, "scale rotary frequencies as in Llama 3.1", requires="--position-embedding-type rope"
+        False, "scale rotary frequencies as in Llama 3.1", requires="--position-embedding-type rope",
+        group="rotary embedding",
     )
     rope_scaling_factor: float = setting(
-        8.0, "scaling factor for --use-rope-scaling", range=POSITIVE_LIMIT, requires="--use-rope-scaling"
+        8.0, "scaling factor for --use-rope-scaling", range=POSITIVE_LIMIT, requires="--use-rope-scaling",
+        group="rotary embedding",
     )
-    rotary_scaling_factor: float = setting(1.0, "YaRN: factor by which the context is extended", range=Range(1, 1e12))
-    mscale: float = setting(1.0, "YaRN: coefficient of the scaling of attention, in its numerator", range=COEFFICIENT)
+    rotary_scaling_factor: float = setting(
+        1.0, "YaRN: factor by which the context is extended", range=Range(1, 1e12), group="rotary embedding"
+    )
+    mscale: float = setting(
+        1.0, "YaRN: coefficient of the scaling of attention, in its numerator", range=COEFFICIENT,
+        group="rotary embedding",
+    )
     mscale_all_dim: float = setting(
-        0.0, "YaRN: coefficient of the scaling of attention, in its denominator", range=COEFFICIENT
+        0.0, "YaRN: coefficient of the scaling of attention, in its denominator", range=COEFFICIENT,
+        group="rotary embedding",
     )
     yarn_original_max_position_embeddings: Optional[int] = setting(
-        None, "YaRN: context length before the extension", maximum=INT32_MAX, range=AT_LEAST_1
+        None, "YaRN: context length before the extension", maximum=INT32_MAX, range=AT_LEAST_1, unit="tokens",
+        group="rotary embedding",
     )
-    yarn_beta_fast: float = setting(32.0, "YaRN: rotations above which frequencies are kept", range=POSITIVE_LIMIT)
+    yarn_beta_fast: float = setting(
+        32.0, "YaRN: rotations above which frequencies are kept", range=POSITIVE_LIMIT, group="rotary embedding"
+    )
     yarn_beta_slow: float = setting(
-        1.0, "YaRN: rotations below which frequencies are interpolated", range=POSITIVE_LIMIT
+        1.0, "YaRN: rotations below which frequencies are interpolated", range=POSITIVE_LIMIT, group="rotary embedding"
     )
     yarn_correction_range_round_to_int: bool = setting(
         True, "round the channels between both to integers (YaRN)",
         flags=("--yarn-correction-range-round-to-int",), off=("--no-yarn-correction-range-round-to-int",),
+        group="rotary embedding",
     )
     no_rope_freq: Optional[str] = setting(
         None, "layers without rotary embedding: N for every N-th layer, or a list with 1 for these, like ([0]*3+[1])*4",
-        metavar="PATTERN",
+        metavar="PATTERN", group="rotary embedding",
     )
     normalization: str = setting("LayerNorm", "normalization layer", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = setting(1e-5, "epsilon of the normalization", range=FRACTION_ABOVE_0)
     apply_layernorm_1p: bool = setting(False, "store norm weights as weight - 1 (initialized to 0 instead of 1)")
     swiglu: bool = setting(False, "use SwiGLU instead of GELU in the MLP")
-    geglu: bool = setting(False, "use a gated GELU (tanh approximation) in the MLP")
+    geglu: bool = setting(False, "use a gated GELU (tanh approximation) in the MLP", megatron=OWN)
     squared_relu: bool = setting(False, "use squared ReLU instead of GELU in the MLP")
     openai_gelu: bool = setting(False, "use the tanh approximation of GELU, as GPT-2")
     quick_geglu: bool = setting(False, "use a gated unit with x sigmoid(1.702 x) instead of GELU in the MLP (gpt-oss)")
@@ -189,34 +211,41 @@ class ModelConfig(MultiTokenConfig, LatentAttentionConfig, MixtureModelConfig):
     qk_layernorm: bool = setting(False, "apply the normalization layer to queries and keys")
     qk_l2_norm: bool = setting(False, "divide queries and keys by their root mean square (Llama 4)")
     qk_layernorm_across_heads: bool = setting(
-        False, "with --qk-layernorm: normalize the channels of all heads together, as in OLMo 2, instead of each head"
+        False, "with --qk-layernorm: normalize the channels of all heads together, as in OLMo 2, instead of each head",
+        megatron=OWN,
     )
     norm_placement: str = setting(
         "pre", "norms of attention and MLP: pre (on their inputs), post (on their outputs, before the residual is "
         "added, as in OLMo 2) or sandwich (on both, as in Gemma 2)",
-        choices=("pre", "post", "sandwich"),
+        choices=("pre", "post", "sandwich"), megatron=OWN,
     )
     parallel_residual: bool = setting(
-        False, "add attention and MLP of the same input to the residual stream, as in GPT-NeoX"
+        False, "add attention and MLP of the same input to the residual stream, as in GPT-NeoX", megatron=OWN
     )
-    embedding_multiplier: float = setting(1.0, "multiply the output of the embedding by this", range=POSITIVE_LIMIT)
+    embedding_multiplier: float = setting(
+        1.0, "multiply the output of the embedding by this", range=POSITIVE_LIMIT, megatron=OWN
+    )
     residual_multiplier: float = setting(
-        1.0, "multiply the outputs of attention and MLP by this, before they are added", range=POSITIVE_LIMIT
+        1.0, "multiply the outputs of attention and MLP by this, before they are added",
+        range=POSITIVE_LIMIT, megatron=OWN,
     )
     softmax_scale: Optional[float] = setting(
-        None, "multiply Q*K by this before the softmax; default 1 / sqrt(channels per head)", range=POSITIVE_LIMIT
+        None, "multiply Q*K by this before the softmax",
+        range=POSITIVE_LIMIT, unset="1 / sqrt(channels per head)", megatron=OWN,
     )
-    logits_scaling: float = setting(1.0, "divide the logits by this", range=POSITIVE_LIMIT)
+    logits_scaling: float = setting(1.0, "divide the logits by this", range=POSITIVE_LIMIT, megatron=OWN)
     share_embeddings_and_output_weights: bool = setting(
         True, "share the weights of the embedding and the output layer", off=("--untie-embeddings-and-output-weights",)
     )
     vocab_size: Optional[int] = setting(
-        None, "vocabulary size before padding; default: that of the tokenizer",
+        None, "vocabulary size before padding",
         maximum=INT32_MAX, range=AT_LEAST_1, role=Role.WEIGHTS | Role.SAMPLES | Role.MEMORY,
+        unset="that of the tokenizer",
     )
     make_vocab_size_divisible_by: int = setting(
         128, "pad the vocabulary to a multiple of this x tensor-parallel size",
         maximum=INT32_MAX, range=AT_LEAST_1, role=Role.LEARNING | Role.MEMORY,
+        megatron="does not pad further for the alignment that FP8 needs",
     )
     padded_vocab_size: Optional[int] = setting(
         None, "rows of the embedding, instead of the vocabulary size after padding",
@@ -232,12 +261,13 @@ class ModelConfig(MultiTokenConfig, LatentAttentionConfig, MixtureModelConfig):
         0.02, "standard deviation of the initial weights", range=COEFFICIENT, role=Role.MEMORY
     )
     embedding_init_method_std: Optional[float] = setting(
-        None, "standard deviation of the initial embeddings; default: --init-method-std",
-        range=COEFFICIENT, role=Role.MEMORY,
+        None, "standard deviation of the initial embeddings",
+        range=COEFFICIENT, role=Role.MEMORY, unset="--init-method-std",
     )
     attention_softmax_in_fp32: bool = setting(
         True, "compute the attention softmax in FP32",
         flags=("--attention-softmax-in-fp32",), role=Role.LEARNING | Role.MEMORY,
+        megatron="off by default; here always on",
     )
     apply_query_key_layer_scaling: bool = setting(
         False, "scale Q*K by 1 / layer number (implies FP32 softmax)", role=Role.LEARNING | Role.MEMORY
@@ -258,10 +288,12 @@ class ModelConfig(MultiTokenConfig, LatentAttentionConfig, MixtureModelConfig):
         choices=("vanilla", "off-by-one", "learnable"),
     )
     attention_logit_softcapping: Optional[float] = setting(
-        None, "cap attention scores softly: x becomes C tanh(x / C) (Gemma 2)", metavar="C", range=POSITIVE_LIMIT
+        None, "cap attention scores softly: x becomes C tanh(x / C) (Gemma 2)",
+        metavar="C", range=POSITIVE_LIMIT, megatron=OWN,
     )
     output_logit_softcapping: Optional[float] = setting(
-        None, "cap the output logits softly: x becomes C tanh(x / C) (Gemma 2)", metavar="C", range=POSITIVE_LIMIT
+        None, "cap the output logits softly: x becomes C tanh(x / C) (Gemma 2)",
+        metavar="C", range=POSITIVE_LIMIT, megatron=OWN,
     )
 
 
@@ -272,26 +304,26 @@ class ParallelConfig(MixtureParallelConfig):
     ROLE: ClassVar[Role] = Role.MEMORY
 
     tensor_model_parallel_size: int = setting(
-        1, "number of tensor-parallel ranks, which split each layer's weight matrices",
-        range=AT_LEAST_1, role=Role.CARRIED | Role.MEMORY,
+        1, "tensor-parallel ranks; they split each layer's weight matrices",
+        range=AT_LEAST_1, role=Role.CARRIED | Role.MEMORY, unit="ranks", audience=COMMON,
     )
     pipeline_model_parallel_size: int = setting(
-        1, "number of pipeline-parallel ranks, which split the sequence of layers",
-        range=AT_LEAST_1, role=Role.CARRIED | Role.MEMORY,
+        1, "pipeline-parallel ranks; they split the sequence of layers",
+        range=AT_LEAST_1, role=Role.CARRIED | Role.MEMORY, unit="ranks", audience=COMMON,
     )
     num_layers_per_virtual_pipeline_stage: Optional[int] = setting(
         None, "layers per virtual pipeline stage (interleaved schedule)",
-        range=AT_LEAST_1, role=Role.CARRIED | Role.MEMORY,
+        range=AT_LEAST_1, role=Role.CARRIED | Role.MEMORY, unit="layers",
     )
     num_virtual_stages_per_pipeline_rank: Optional[int] = setting(
         None, "virtual pipeline stages per pipeline rank (interleaved schedule)",
         range=AT_LEAST_1, role=Role.CARRIED | Role.MEMORY,
     )
     decoder_first_pipeline_num_layers: Optional[int] = setting(
-        None, "layers of the first pipeline stage; default: as many as other stages", range=AT_LEAST_1
+        None, "layers of the first pipeline stage", range=AT_LEAST_1, unset="as many as other stages", unit="layers"
     )
     decoder_last_pipeline_num_layers: Optional[int] = setting(
-        None, "layers of the last pipeline stage; default: as many as other stages", range=AT_LEAST_1
+        None, "layers of the last pipeline stage", range=AT_LEAST_1, unset="as many as other stages", unit="layers"
     )
     account_for_embedding_in_pipeline_split: bool = setting(
         False, "count the embedding as one layer when layers are split over pipeline stages"
@@ -305,18 +337,19 @@ class ParallelConfig(MixtureParallelConfig):
         metavar="STRING",
     )
     microbatch_group_size_per_virtual_pipeline_stage: Optional[int] = setting(
-        None, "consecutive microbatches of a virtual pipeline stage; default: number of pipeline-parallel ranks",
-        range=AT_LEAST_1,
+        None, "consecutive microbatches of a virtual pipeline stage",
+        range=AT_LEAST_1, unset="number of pipeline-parallel ranks",
     )
     use_tp_pp_dp_mapping: bool = setting(
         False, "order ranks by tensor, context, pipeline, data instead of tensor, context, data, pipeline"
     )
     pipeline_model_parallel_comm_backend: Optional[str] = setting(
-        None, "communication backend between pipeline stages; default: that of the other collectives",
-        choices=("nccl", "ucc"),
+        None, "communication backend between pipeline stages",
+        choices=("nccl", "ucc"), unset="that of the other collectives",
     )
     context_parallel_size: int = setting(
-        1, "number of context-parallel ranks, which split each sequence", range=AT_LEAST_1
+        1, "context-parallel ranks; they split each sequence",
+        range=AT_LEAST_1, unit="ranks", audience=COMMON,
     )
     cp_comm_type: str = setting(
         "p2p", "communication of context-parallel attention in Transformer Engine",
@@ -328,16 +361,17 @@ class ParallelConfig(MixtureParallelConfig):
         many=True,
     )
     sequence_parallel: bool = setting(
-        False, "split norms and dropout along the sequence over the tensor-parallel ranks"
+        False, "split norms and dropout over the tensor-parallel ranks; each has a part of the sequence",
+        audience=COMMON,
     )
     use_distributed_optimizer: Optional[bool] = setting(
-        None, "shard optimizer state over data-parallel ranks, of --optimizer muon by complete weights; default on "
-        "GPUs with --optimizer adam",
+        None, "shard optimizer state over data-parallel ranks, of --optimizer muon by complete weights",
         flags=("--use-distributed-optimizer",), off=("--no-use-distributed-optimizer",),
-        role=Role.MEMORY | Role.AUTOMATIC,
+        role=Role.MEMORY | Role.AUTOMATIC, unset="on with --optimizer adam on GPUs", megatron="off by default",
     )
     use_torch_fsdp2: bool = setting(
-        False, "shard weights, gradients and optimizer state over data-parallel ranks with torch's FSDP2"
+        False, "shard all state over data-parallel ranks with torch's FSDP2; weights, gradients and optimizer state",
+        audience=COMMON,
     )
     num_distributed_optimizer_instances: int = setting(
         1, "number of replicas of --use-torch-fsdp2, each sharded over consecutive data-parallel ranks (hybrid "
@@ -350,17 +384,19 @@ class ParallelConfig(MixtureParallelConfig):
         off=("--torch-fsdp2-no-reshard-after-forward",), requires="--use-torch-fsdp2",
     )
     overlap_grad_reduce: Optional[bool] = setting(
-        None, "overlap gradient reduction with the backward pass; default on GPUs with the distributed optimizer",
+        None, "overlap gradient reduction with the backward pass",
         flags=("--overlap-grad-reduce",), off=("--no-overlap-grad-reduce",), role=Role.MEMORY | Role.AUTOMATIC,
+        unset="on with the distributed optimizer on GPUs", megatron="off by default",
     )
     overlap_param_gather: Optional[bool] = setting(
-        None, "overlap the parameter all-gather with the forward pass; default with --overlap-grad-reduce",
+        None, "overlap the parameter all-gather with the forward pass",
         flags=("--overlap-param-gather",), off=("--no-overlap-param-gather",), role=Role.MEMORY | Role.AUTOMATIC,
+        unset="on with --overlap-grad-reduce", megatron="off by default",
     )
     use_nccl_ub: Optional[bool] = setting(
-        None, "keep weights and gradients in memory registered with NCCL, which then gathers weights with copy "
-        "engines; default on GPUs with --overlap-param-gather",
+        None, "keep weights and gradients in memory registered with NCCL, which then gathers weights with copy engines",
         flags=("--use-nccl-ub",), off=("--no-use-nccl-ub",), role=Role.MEMORY | Role.AUTOMATIC,
+        unset="on with --overlap-param-gather on GPUs", megatron="off by default",
     )
     overlap_p2p_comm: bool = setting(
         True, "overlap pipeline communication with computation (interleaved schedule)",
@@ -399,18 +435,21 @@ class ParallelConfig(MixtureParallelConfig):
         choices=("nccl", "gloo", "mpi"), needs="--tp-comm-overlap",
     )
     ddp_bucket_size: Optional[int] = setting(
-        None, "parameters per gradient bucket; default: megatron-core's", range=AT_LEAST_1
+        None, "parameters per gradient bucket", range=AT_LEAST_1, unset="megatron-core's", unit="parameters"
     )
     ddp_average_in_collective: bool = setting(
-        False, "no effect: gradients are always averaged over the tokens of the global batch"
+        False, "no effect: gradients are always averaged over the tokens of the global batch",
+        audience=DEPRECATED, megatron="averages in the collective; here without effect",
     )
     distributed_backend: Optional[str] = setting(
-        None, "backend of collectives; default nccl on GPUs, gloo on CPUs", choices=("nccl", "gloo")
+        None, "backend of collectives",
+        choices=("nccl", "gloo"), unset="nccl on GPUs, gloo on CPUs", megatron="the default is nccl",
     )
     distributed_timeout_minutes: int = setting(
-        10, "timeout of collectives, in minutes", range=AT_LEAST_1, role=Role.OUTPUT
+        10, "timeout of collectives, in minutes",
+        range=AT_LEAST_1, role=Role.OUTPUT, unit="minutes", group="reliability",
     )
     rendezvous_timeout_s: float = setting(
         300.0, "timeout for all ranks to connect at startup, in seconds; the error lists the missing ranks",
-        range=POSITIVE_LIMIT, role=Role.OUTPUT,
+        range=POSITIVE_LIMIT, role=Role.OUTPUT, unit="seconds", group="reliability", megatron=OWN,
     )

@@ -5,14 +5,17 @@ one section, and so that functions of the model's shape need no second argument.
 """
 
 from dataclasses import dataclass
-from typing import Optional
+from typing import ClassVar, Optional
 
 from megafp8.config.schema.setting import (
     AT_LEAST_1,
     COEFFICIENT,
+    DEPRECATED,
     FRACTION_BELOW_1,
     NOT_NEGATIVE,
+    OWN,
     POSITIVE_COEFFICIENT,
+    TESTS,
     Range,
     Role,
     setting,
@@ -31,9 +34,11 @@ MAX_WIDTH = 1 << 20
 class MixtureModelConfig:
     """Experts and router."""
 
+    GROUP: ClassVar[str] = "experts"
+
     num_experts: Optional[int] = setting(
-        None, "number of experts of each mixture-of-experts layer; default: a dense model",
-        maximum=MAX_EXPERTS, range=NOT_NEGATIVE,
+        None, "experts of each mixture-of-experts layer",
+        maximum=MAX_EXPERTS, range=NOT_NEGATIVE, unset="a dense model",
     )
     moe_layer_freq: str = setting(
         "1", "layers with experts; N: every N-th layer, from the first; or a list of 0 and 1 for each layer, for "
@@ -41,12 +46,12 @@ class MixtureModelConfig:
         needs="--num-experts",
     )
     moe_ffn_hidden_size: Optional[int] = setting(
-        None, "hidden size of the MLP of one expert; default: that of dense layers",
-        maximum=MAX_WIDTH, needs="--num-experts", range=AT_LEAST_1,
+        None, "hidden size of the MLP of one expert",
+        maximum=MAX_WIDTH, needs="--num-experts", range=AT_LEAST_1, unset="that of dense layers",
     )
     moe_shared_expert_intermediate_size: Optional[int] = setting(
-        None, "hidden size of all shared experts together, which every token passes; default: none",
-        maximum=MAX_WIDTH, needs="--num-experts", range=AT_LEAST_1,
+        None, "hidden size of all shared experts together, which every token passes",
+        maximum=MAX_WIDTH, needs="--num-experts", range=AT_LEAST_1, unset="none",
     )
     moe_shared_expert_gate: bool = setting(
         False, "multiply the output of the shared experts by a learned gate", needs="--num-experts"
@@ -64,12 +69,12 @@ class MixtureModelConfig:
         many=True, needs="--num-experts", range=COEFFICIENT, role=Role.LEARNING | Role.MEMORY,
     )
     moe_z_loss_coeff: Optional[float] = setting(
-        None, "coefficient of the z-loss of the router; default: no z-loss",
-        needs="--num-experts", range=COEFFICIENT, role=Role.LEARNING | Role.MEMORY,
+        None, "coefficient of the z-loss of the router",
+        needs="--num-experts", range=COEFFICIENT, role=Role.LEARNING | Role.MEMORY, unset="no z-loss",
     )
     moe_input_jitter_eps: Optional[float] = setting(
-        None, "multiply the input of the router by uniform noise from 1 - eps to 1 + eps; default: no noise",
-        needs="--num-experts", range=FRACTION_BELOW_1, role=Role.LEARNING | Role.MEMORY,
+        None, "multiply the input of the router by uniform noise from 1 - eps to 1 + eps",
+        needs="--num-experts", range=FRACTION_BELOW_1, role=Role.LEARNING | Role.MEMORY, unset="no noise",
     )
     moe_router_score_function: str = setting(
         "softmax", "function from the router's logits to scores", choices=("softmax", "sigmoid"), needs="--num-experts"
@@ -95,22 +100,23 @@ class MixtureModelConfig:
         None, "groups of experts that a token selects", maximum=MAX_EXPERTS, needs="--num-experts", range=AT_LEAST_1
     )
     moe_router_dtype: Optional[str] = setting(
-        None, "dtype of the router; default fp32 (in Megatron-LM that of the weights)",
-        choices=("fp32", "fp64"), needs="--num-experts", role=Role.LEARNING | Role.MEMORY,
+        None, "dtype of the router",
+        choices=("fp32", "fp64"), needs="--num-experts", role=Role.LEARNING | Role.MEMORY, unset="fp32",
+        megatron="the default is the dtype of the weights",
     )
     moe_router_force_load_balancing: bool = setting(
         False, "replace the router's logits by random numbers, for benchmarks of a balanced load",
-        needs="--num-experts", role=Role.FUNCTION | Role.LEARNING | Role.MEMORY,
+        needs="--num-experts", role=Role.FUNCTION | Role.LEARNING | Role.MEMORY, audience=TESTS,
     )
     moe_router_padding_for_quantization: bool = setting(
-        False, "assign more tokens to an expert until their number fits the quantized GEMMs; default: pad with zeros",
+        False, "assign more tokens to an expert until their number fits the quantized GEMMs, in place of zeros",
         flags=("--moe-router-padding-for-quantization", "--moe-router-padding-for-fp8"), needs="--num-experts",
         role=Role.LEARNING | Role.MEMORY,
     )
     moe_expert_capacity_factor: Optional[float] = setting(
-        None, "tokens of an expert at most, as a multiple of a balanced load; the others are dropped; negative, or "
-        "default: no limit",
-        needs="--num-experts", range=Range(-1e12, 1e12), role=Role.LEARNING | Role.MEMORY,
+        None, "tokens of an expert at most, as a multiple of a balanced load; the others are dropped; negative: no "
+        "limit",
+        needs="--num-experts", range=Range(-1e12, 1e12), role=Role.LEARNING | Role.MEMORY, unset="no limit",
     )
     moe_pad_expert_input_to_capacity: bool = setting(
         False, "pad the input of each expert to its capacity", needs="--num-experts", role=Role.LEARNING | Role.MEMORY
@@ -130,34 +136,39 @@ class MixtureModelConfig:
 class MixtureParallelConfig:
     """Layout and kernels of mixture-of-experts layers."""
 
+    GROUP: ClassVar[str] = "experts"
+
     expert_model_parallel_size: int = setting(
-        1, "number of expert-parallel ranks, which divide the experts", needs="--num-experts", range=AT_LEAST_1
+        1, "expert-parallel ranks; they divide the experts",
+        needs="--num-experts", range=AT_LEAST_1, unit="ranks",
     )
     expert_tensor_parallel_size: Optional[int] = setting(
-        None, "number of tensor-parallel ranks of the experts; default: that of the other layers",
-        needs="--num-experts", range=AT_LEAST_1,
+        None, "number of tensor-parallel ranks of the experts",
+        needs="--num-experts", range=AT_LEAST_1, unset="that of the other layers", unit="ranks",
     )
     moe_token_dispatcher_type: str = setting(
         "auto", "exchange of tokens between expert-parallel ranks; auto: alltoall with several of them and where a "
         "setting needs it, else allgather; flex: by DeepEP or HybridEP, which must be installed",
         choices=("auto", "allgather", "alltoall", "flex"), needs="--num-experts",
+        megatron="the default is allgather; there is no auto",
     )
     moe_dispatch_in_fp8: bool = setting(
         False, "send tokens to the ranks of their experts as the codes that the experts multiply, half the bytes "
         "(alltoall, a recipe with one scale for each tensor; emulated layers, or --moe-expert-kernels triton)",
-        needs="--num-experts",
+        needs="--num-experts", megatron=OWN,
     )
     moe_flex_dispatcher_backend: str = setting(
         "deepep", "library of --moe-token-dispatcher-type flex",
         choices=("deepep", "hybridep"), needs="--moe-token-dispatcher-type flex",
     )
     moe_enable_deepep: bool = setting(
-        False, "Megatron-LM's older name of --moe-flex-dispatcher-backend deepep", needs="--num-experts"
+        False, "Megatron-LM's older name of --moe-flex-dispatcher-backend deepep",
+        needs="--num-experts", audience=DEPRECATED,
     )
     moe_flex_dispatcher_num_sms: Optional[int] = setting(
-        None, "SMs of a GPU that exchange tokens with --moe-token-dispatcher-type flex; default: megatron-core's",
+        None, "SMs of a GPU that exchange tokens with --moe-token-dispatcher-type flex",
         flags=("--moe-flex-dispatcher-num-sms", "--moe-deepep-num-sms", "--moe-hybridep-num-sms"),
-        needs="--moe-token-dispatcher-type flex", range=AT_LEAST_1,
+        needs="--moe-token-dispatcher-type flex", range=AT_LEAST_1, unset="megatron-core's",
     )
     moe_shared_expert_overlap: bool = setting(
         False, "overlap the shared experts with the exchange of tokens (alltoall only)", needs="--num-experts"
@@ -168,8 +179,9 @@ class MixtureParallelConfig:
     )
     moe_expert_kernels: Optional[str] = setting(
         None, "experts on a GPU; triton: all in one launch per GEMM, with fused casts; te: Transformer Engine's "
-        "linears; default: triton where Transformer Engine's layers and the settings allow it",
+        "linears",
         choices=("triton", "te"), needs="--num-experts", role=Role.MEMORY | Role.AUTOMATIC,
+        unset="triton where Transformer Engine's layers and the settings allow it", megatron=OWN,
     )
     moe_permute_fusion: bool = setting(
         False, "permute tokens by Transformer Engine's kernels, with the same results", needs="--num-experts"

@@ -43,6 +43,20 @@ NO_ROLE = Role(0)
 MODEL = Role.FUNCTION | Role.WEIGHTS | Role.LEARNING | Role.MEMORY
 
 
+class Audience(enum.Enum):
+    """Who needs a setting: which help shows it, and how."""
+
+    COMMON = "most runs: the first screen of --help has it"
+    ADVANCED = ""
+    DEPRECATED = "deprecated: only for command lines of Megatron-LM"
+    TESTS = "for tests and comparisons, not for training"
+
+
+COMMON, DEPRECATED, TESTS = Audience.COMMON, Audience.DEPRECATED, Audience.TESTS
+OWN = "none"
+"""Meaning of a flag in Megatron-LM that does not have it."""
+
+
 @dataclass(frozen=True)
 class Range:
     """An interval of numbers; without `high` all from `low` on. `low` and `high` belong to it unless they are open."""
@@ -87,21 +101,27 @@ def setting(
     needs: str = "",
     requires: str = "",
     role: Optional[Role] = None,
+    unset: str = "",
+    unit: str = "",
+    group: str = "",
+    audience: Audience = Audience.ADVANCED,
+    megatron: str = "",
     former: str = "",
 ) -> Any:
     """Declare one field of a section.
 
     Args:
         default: value without the flag.
-        help: one line for `--help`, with the unit. With `off` and without `flags` it starts with a verb, because
-            `--help` shows "do not" before it.
+        help: one line for `--help`, with the unit and without the default. Its first clause, up to a semicolon, says
+            what the setting is; the short help shows no more. With `off` and without `flags` it starts with a verb,
+            because `--help` shows "do not" before it.
         flags: flags that set the field, or that set a boolean to True. Empty means `--` and the field's name with
             dashes, unless `off` is given.
         off: flags that set a boolean to False, for example `--disable-bias-linear`.
         choices: allowed values, or a function that returns them.
         many: the flag takes one or more values, and the field is a tuple.
         auto: the value may also be the word `auto`, which is stored as `AUTO`.
-        metavar: name of the value in `--help`.
+        metavar: name of the value in `--help`; by default the unit, else N, X or a word of the field's name.
         maximum: limit of an integer, checked on parsing so that later arithmetic is safe.
         path: the value is a path or a path prefix, and is checked with `path_problem`.
         range: the values of a number; of each number with `many`. `AUTO` is none of them.
@@ -110,12 +130,18 @@ def setting(
         requires: as `needs`, but the run is refused: where the user most likely expects another model, precision or
             starting point than the run would have, and where only megafp8 has the setting.
         role: what it changes; by default the role of its section.
+        unset: what a run uses without the flag, where the default value does not say it.
+        unit: of a number, such as steps.
+        group: the topic of `--help` that shows it; by default that of the class which declares it (`config/help.py`).
+        audience: who needs it.
+        megatron: what the flag means in Megatron-LM; empty where it is the same, `OWN` where Megatron-LM has no such
+            flag, else what Megatron-LM does in place of what `help` says.
         former: of a setting that is gone, what to use in its place, see `former_setting`.
     """
     metadata = {
         "help": help, "flags": flags, "off": off, "choices": choices, "many": many, "auto": auto, "metavar": metavar,
         "maximum": maximum, "is_path": path, "range": range, "needs": needs, "requires": requires, "role": role,
-        "former": former,
+        "unset": unset, "unit": unit, "group": group, "audience": audience, "megatron": megatron, "former": former,
     }  # fmt: skip
     return field(default=default, metadata=metadata)
 
