@@ -1,10 +1,10 @@
 """Check shards and build the indices of their samples, so that no GPU waits for them when a run starts.
 
-    python tools/build_index.py --data-path 0.3 shards/a 0.7 shards/b --seq-length 2048 --train-iters 10000 \\
+    megafp8 build-index --data-path 0.3 shards/a 0.7 shards/b --seq-length 2048 --train-iters 10000 \\
         --global-batch-size 512 --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model \\
         --data-cache-path indices
 
-takes the flags of pretrain_gpt.py: give the command line of the run; flags without influence on the indices are
+takes the flags of megafp8 pretrain: give the command line of the run; flags without influence on the indices are
 ignored. The run then finds the indices in --data-cache-path (default: in --save, else next to the shards). Repeating
 the command checks existing indices. An index depends on the contents of the shards, --seq-length, --seed,
 --split, the weights, and on the length of the run only as far as that needs more epochs.
@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 
 from megafp8.cli.common import build_command_parser, install_patches, returns_exit_status
 from megafp8.config import flags, iterations
+from megafp8.config.help import complete_text
 from megafp8.config.rules import batch, data, paths, training
 from megafp8.config.rules.base import rules_of
 from megafp8.config.schema import RunConfig
@@ -35,7 +36,7 @@ def build_help_parser() -> argparse.ArgumentParser:
     """Build a parser for `--help`, with the training flags that the indices depend on; all others are accepted."""
     parser = build_command_parser(__doc__, usage="%(prog)s FLAGS")
     for setting in settings_with(Role.SAMPLES).values():
-        parser.add_argument(setting.flags[0], help=setting.help, metavar="")
+        parser.add_argument(setting.flags[0], help=complete_text(setting), metavar="")
     parser.add_argument("--world-size", metavar="", help="number of ranks; needed without --global-batch-size")
     return parser
 

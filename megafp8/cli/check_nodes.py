@@ -1,9 +1,9 @@
 """Check the nodes of a Slurm job before training, and report those that are not usable.
 
-    srun --ntasks-per-node 1 python launcher/check_nodes.py measure FOLDER --gpus 8 --nodes n1 n2 n3
-    python launcher/check_nodes.py judge FOLDER --gpus 8 --nodes n1 n2 n3 --requeue
+    srun --ntasks-per-node 1 megafp8 check-nodes measure FOLDER --gpus 8 --nodes n1 n2 n3
+    megafp8 check-nodes judge FOLDER --gpus 8 --nodes n1 n2 n3 --requeue
 
-`measure` runs once on each node and writes a report to FOLDER, which all nodes share: the checks of tools/doctor.py
+`measure` runs once on each node and writes a report to FOLDER, which all nodes share: the checks of megafp8 doctor
 (GPUs, driver, libraries, disk), versions, GPU memory used by others, errors and clocks of the GPUs, the system clock,
 all-reduces among the GPUs of the node and with its two neighbors (NCCL or Gloo), and torchrun's rendezvous of all
 nodes. SLURM_NODEID gives the index of a node. `judge` runs once afterwards and evaluates the reports.

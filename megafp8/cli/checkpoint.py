@@ -1,11 +1,11 @@
 """List, verify, show, prune, hash and seal checkpoints.
 
-    python tools/checkpoint.py list runs/first
-    python tools/checkpoint.py verify runs/first
-    python tools/checkpoint.py show runs/first --ckpt-step 200 --tensors
-    python tools/checkpoint.py prune runs/first --ckpt-keep 3
-    python tools/checkpoint.py hash runs/first
-    python tools/checkpoint.py seal runs/old/iter_0000200
+    megafp8 checkpoint list runs/first
+    megafp8 checkpoint verify runs/first
+    megafp8 checkpoint show runs/first --ckpt-step 200 --tensors
+    megafp8 checkpoint prune runs/first --ckpt-keep 3
+    megafp8 checkpoint hash runs/first
+    megafp8 checkpoint seal runs/old/iter_0000200
 
 A folder is a run's (its --save) or a single checkpoint's. `list` compares file sizes, and hashes of small files, with
 the manifest. `verify` reads every byte. `show` prints settings and tensors. `prune` verifies the

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Optional
 
 from megafp8 import __version__
-from megafp8.cli.subcommands import SUBCOMMANDS
 from megafp8.errors import ConfigError, Megafp8Error, OutOfMemory
 from megafp8.utils.files import path_text, visible
 from megafp8.utils.numbers import number, whole_number
@@ -52,16 +51,12 @@ def build_command_parser(
     """Build the parser of a program.
 
     Args:
-        description: the docstring of its module. It names the scripts of a checkout; under the `megafp8` command it
-            names subcommands instead.
+        description: the docstring of its module.
         options: of `parser_class`.
 
     Returns:
         A parser with `--version`.
     """
-    if description and sys.argv[0].startswith("megafp8 "):
-        for name, (script, _) in SUBCOMMANDS.items():
-            description = description.replace(f"python {script}", f"megafp8 {name}").replace(script, f"megafp8 {name}")
     parser = parser_class(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
     parser.add_argument("--version", action="version", version=f"megafp8 {__version__}")
     return parser
@@ -102,7 +97,7 @@ def system_error_text(error: OSError) -> str:
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser, description: Optional[str] = None) -> None:
-    """Add a group of the flags of `pretrain_gpt.py` that name a tokenizer."""
+    """Add a group of the flags of `megafp8 pretrain` that name a tokenizer."""
     from megafp8.config.flags import add_setting
     from megafp8.config.settings import settings_by_name
     from megafp8.data.tokenizers.build import TOKENIZER_SETTINGS

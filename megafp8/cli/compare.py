@@ -1,7 +1,7 @@
 """Compare finished runs: tables on standard output; with --output-dir also an HTML page, Markdown, JSON and plots.
 
-    python tools/compare_runs.py runs/bf16 runs/fp8 --output-dir runs/comparison
-    python tools/compare_runs.py runs/recipes/*/seed* --baseline bf16 --bound 1 --output-dir runs/recipes/report
+    megafp8 compare runs/bf16 runs/fp8 --output-dir runs/comparison
+    megafp8 compare runs/recipes/*/seed* --baseline bf16 --bound 1 --output-dir runs/recipes/report
 
 Runs that differ only in their seed are one recipe. Each is compared with the baseline's run of the same seed. With two
 or more seeds there is a verdict: whether the interval of the gap is within the bound. Only the records are needed. A

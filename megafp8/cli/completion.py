@@ -47,7 +47,7 @@ def command_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megafp8")
     parser.add_argument("--version", action="store_true", help="print the version")
     subcommands = parser.add_subparsers()
-    for name, (_, text) in SUBCOMMANDS.items():
+    for name, text in SUBCOMMANDS.items():
         subcommands.add_parser(name, help=text)
     return parser
 

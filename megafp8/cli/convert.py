@@ -1,11 +1,11 @@
 """Convert checkpoints to and from Hugging Face's format (Llama, Qwen, Gemma and others) and Megatron-LM's.
 
-    python tools/convert_checkpoint.py to-hf runs/first models/first
-    python tools/convert_checkpoint.py to-hf runs/first models/first-fp8 --ckpt-step 200 --fp8 --fp8-recipe tensorwise
-    python tools/convert_checkpoint.py from-hf Llama-3.2-1B models/llama --dtype bf16
-    python pretrain_gpt.py --config models/llama/config.json --pretrained-checkpoint models/llama ...
-    python tools/convert_checkpoint.py from-megatron megatron/run runs/imported
-    python tools/convert_checkpoint.py to-megatron runs/first megatron/first
+    megafp8 convert to-hf runs/first models/first
+    megafp8 convert to-hf runs/first models/first-fp8 --ckpt-step 200 --fp8 --fp8-recipe tensorwise
+    megafp8 convert from-hf Llama-3.2-1B models/llama --dtype bf16
+    megafp8 pretrain --config models/llama/config.json --pretrained-checkpoint models/llama ...
+    megafp8 convert from-megatron megatron/run runs/imported
+    megafp8 convert to-megatron runs/first megatron/first
 
 to-hf writes weights (in files of at most --max-shard-size), config.json, generation_config.json and the tokenizer's
 files; a model that came from such a folder keeps its family and special tokens. from-hf writes a checkpoint that every

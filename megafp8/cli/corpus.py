@@ -1,10 +1,10 @@
 r"""Write a text corpus from this machine's Python standard library, without network: JSON lines, a document per module.
 
-    python tools/build_stdlib_corpus.py --output corpus.jsonl
+    megafp8 corpus --output corpus.jsonl
 
 --folder takes the modules of another folder, such as the installed packages for more text:
 
-    python tools/build_stdlib_corpus.py --output corpus.jsonl --max-bytes 80000000 \
+    megafp8 corpus --output corpus.jsonl --max-bytes 80000000 \
       --folder "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 """
 

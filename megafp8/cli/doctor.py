@@ -1,7 +1,7 @@
 """Check whether training can run on this machine and how each recipe runs, and print a fix for each problem.
 
-    python tools/doctor.py
-    python tools/doctor.py --gpus 8 --folder runs --strict || exit    # in a job script, before training
+    megafp8 doctor
+    megafp8 doctor --gpus 8 --folder runs --strict || exit    # in a job script, before training
 
 Checks Python, torch, CUDA, driver, cuDNN, NCCL, Transformer Engine, megatron-core, Triton's compiler, NVLink, shared
 memory, open files and the disk. Each of them may be broken or missing. Exit status: 0 if training can run, 64 if not,

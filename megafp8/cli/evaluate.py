@@ -1,8 +1,8 @@
 """Measure the loss and the perplexity of checkpoints on a data set.
 
-    python tools/evaluate.py --load RUN
-    python tools/evaluate.py --load RUN OTHER --data-path shards/test --output losses.json
-    python tools/evaluate.py --load RUN --input held_out.jsonl --precision high
+    megafp8 evaluate --load RUN
+    megafp8 evaluate --load RUN OTHER --data-path shards/test --output losses.json
+    megafp8 evaluate --load RUN --input held_out.jsonl --precision high
 
 Without --data-path and --input the data are the samples of the run's own validations. Otherwise the data set is read in
 its own order, and every token but the first is predicted once, in windows of the run's sequence length. The loss is the

@@ -1,6 +1,6 @@
 """Continue a text with a trained model.
 
-    python tools/generate_text.py --load RUN --prompt "def main("
+    megafp8 generate --load RUN --prompt "def main("
 
 The text is printed to standard output as it is generated, messages to standard error. Tokens are generated with a
 key-value cache, in high precision. --no-cache generates with the arithmetic of training, FP8 and FP4 included.

@@ -1,4 +1,4 @@
-"""The flags of `megafp8 plan --goodput`, and the inputs of its formulas."""
+"""The flags of `megafp8 goodput`, also of `megafp8 plan --goodput`, and the inputs of its formulas."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from megafp8.device.gpus import Gpu
 
 FLAGS = {
-    "--days": ("D", "duration of the run (default: 60)"),
-    "--step-s": ("S", "duration of a step; default: the planner's prediction for the model"),
-    "--tokens-per-step": ("N", "tokens of a step; default: the model's global batch"),
+    "--days": ("D", "duration of the run in days (default: 60)"),
+    "--step-s": ("S", "duration of a step in seconds (default: the planner's prediction for the model)"),
+    "--tokens-per-step": ("N", "tokens of a step (default: the model's global batch)"),
     "--gpu-failures-per-1000-days": ("X", "failures of one GPU in 1,000 days (default: 0.303, Llama 3 405B)"),
     "--node-failures-per-1000-days": (
         "X", "other failures of one node in 1,000 days: host, network, software (default: 1.37, Llama 3 405B)",
@@ -29,7 +29,7 @@ FLAGS = {
         "--restart-s has it)",
     ),
     "--restart-s": ("S", "from then to the first step, without the load (default: 17, measured on two CPU ranks)"),
-    "--checkpoint-gb": ("X", "size of a checkpoint; default: the model's weights, master weights and moments"),
+    "--checkpoint-gb": ("X", "size of a checkpoint (default: the model's weights, master weights and moments)"),
     "--node-storage-gb-per-s": ("X", "storage bandwidth of one node (default: 1.3, measured on one local disk)"),
     "--storage-gb-per-s": ("X", "storage bandwidth of all nodes together (default: 2,000, Llama 3 405B)"),
     "--save-stall-s": ("S", "how long --async-save stops training (default: 0.142 of the save, measured on a CPU)"),
@@ -52,17 +52,17 @@ REFUSED_FLAGS = {
 }
 
 
-def add_goodput_flags(parser: argparse.ArgumentParser) -> None:
-    """Add `--goodput` and its flags. All have the default None, so that one without `--goodput` is noticed."""
-    group = parser.add_argument_group(
-        "goodput", "expected goodput of the run with failures, saves and restarts (docs/goodput.md). Of the run's own "
-        "flags, --save-interval and --async-save are used"
-    )  # fmt: skip
-    group.add_argument("--goodput", action="store_true", help="effective training time, tokens per day, save interval")
+def add_goodput_flags(parser: argparse.ArgumentParser, is_shown: bool) -> None:
+    """Add `--goodput` and its flags. All have the default None, so that one without `--goodput` is noticed.
+
+    Args:
+        is_shown: whether `--help` has them. It never has --goodput and the refused ones.
+    """
+    parser.add_argument("--goodput", action="store_true", help=argparse.SUPPRESS)
     for flag, (metavar, text) in FLAGS.items():
-        group.add_argument(flag, type=float, metavar=metavar, help=text)
-    for flag, reason in REFUSED_FLAGS.items():
-        group.add_argument(flag, nargs="*", metavar="X", help=f"refused: {reason}")
+        parser.add_argument(flag, type=float, metavar=metavar, help=text if is_shown else argparse.SUPPRESS)
+    for flag in REFUSED_FLAGS:
+        parser.add_argument(flag, nargs="*", help=argparse.SUPPRESS)
 
 
 def goodput_problems(arguments: argparse.Namespace) -> Iterator[str]:

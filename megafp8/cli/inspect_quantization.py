@@ -1,8 +1,8 @@
 """Quantize tensors, or the weights of a checkpoint, with FP8 and FP4 recipes and measure the errors.
 
-    python tools/inspect_quantization.py outliers:4096x4096
-    python tools/inspect_quantization.py activations.npy --operand input --recipes tensorwise mxfp8
-    python tools/inspect_quantization.py runs/quickstart/fp8 --parameter "decoder.*fc2.weight" --output-dir report
+    megafp8 inspect-quantization outliers:4096x4096
+    megafp8 inspect-quantization activations.npy --operand input --recipes tensorwise mxfp8
+    megafp8 inspect-quantization runs/quickstart/fp8 --parameter "decoder.*fc2.weight" --output-dir report
 
 Each tensor is quantized as in the emulated layers, along its rows and along its columns where these differ.
 

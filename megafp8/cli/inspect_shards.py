@@ -1,8 +1,8 @@
 """Summarize and verify token shards.
 
-    python tools/inspect_shards.py shards/corpus_text_document
-    python tools/inspect_shards.py shards/*.idx --verify --documents 0
-    python tools/inspect_shards.py theirs --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json
+    megafp8 inspect-shards shards/corpus_text_document
+    megafp8 inspect-shards shards/*.idx --verify --documents 0
+    megafp8 inspect-shards theirs --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json
 
 Counts and lengths come from the index. --verify reads every byte, and checks the index against the
 tokens, every id against the vocabulary, and both files against the hashes in the manifest. The exit status is 66 for

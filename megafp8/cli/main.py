@@ -1,10 +1,4 @@
-"""The `megafp8` command: `megafp8 SUBCOMMAND ...` runs the module of that name in this folder.
-
-    megafp8 plan --gpus 8 --model-preset llama3-8b
-    megafp8 SUBCOMMAND --help
-
-Subcommands (megafp8 --version prints the version):
-"""
+"""The `megafp8` command, which runs the module of a subcommand in this folder."""
 
 from __future__ import annotations
 
@@ -15,15 +9,24 @@ from collections.abc import Sequence
 from typing import Optional
 
 from megafp8 import __version__
-from megafp8.cli.subcommands import SUBCOMMANDS
+from megafp8.cli.subcommands import COMMANDS, SUBCOMMANDS
 from megafp8.errors import ConfigError, Megafp8Error
+
+USAGE = """\
+usage: megafp8 COMMAND [flags]
+
+Pretrain GPT models in FP8 and FP4, on one CPU or many GPUs.
+"""
 
 
 def help_text() -> str:
     """Return the text of `megafp8 --help`; imports no subcommand."""
     width = max(map(len, SUBCOMMANDS))
-    rows = (f"  {name:{width}}  {text}\n" for name, (_, text) in SUBCOMMANDS.items())
-    return f"{__doc__}\n{''.join(rows)}"
+    groups = (
+        f"\n{title}\n" + "".join(f"  {name:{width}}  {text}\n" for name, text in commands.items())
+        for title, commands in COMMANDS.items()
+    )
+    return f"{USAGE}{''.join(groups)}\nHelp on a command: megafp8 COMMAND --help. Version: megafp8 --version.\n"
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -35,7 +38,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     name = words[0].replace("_", "-") if words else ""
     if name in SUBCOMMANDS:
-        sys.argv = [f"megafp8 {name}", *words[1:]]  # argparse takes the name in usage lines from here
+        sys.argv = ["megafp8", *words[1:]]
         return run(name)
     if words in (["--help"], ["-h"]):
         print(help_text(), end="")
@@ -56,6 +59,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 def run(name: str) -> int:
     """Run a subcommand on the arguments of the process, and return its exit status."""
+    sys.argv[0] = f"megafp8 {name}"  # argparse takes the name in usage lines from here
     try:
         command = importlib.import_module(f"megafp8.cli.{name.replace('-', '_')}")
     except Megafp8Error as error:  # in a recipe of MEGAFP8_RECIPES, whose names are choices of flags

@@ -1,8 +1,8 @@
 """Join or split token shards.
 
-    python tools/merge_shards.py --input a_text_document b_text_document --output-prefix all_text_document
-    python tools/merge_shards.py --input shards/ --output-prefix all --num-parts 8
-    python tools/merge_shards.py --input all --output-prefix all --split 99,1
+    megafp8 merge-shards --input a_text_document b_text_document --output-prefix all_text_document
+    megafp8 merge-shards --input shards/ --output-prefix all --num-parts 8
+    megafp8 merge-shards --input all --output-prefix all --split 99,1
 
 Inputs are joined in their order. --num-parts, --documents-per-part and --split split the result between documents.
 Tokens are copied as bytes, and every output has a manifest. Inputs are compared with their manifests first. Repeating

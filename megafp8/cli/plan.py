@@ -1,16 +1,13 @@
 """Find the fastest layouts of a model on a number of GPUs, their memory, and what limits their speed.
 
-    python tools/plan.py --model-preset llama3-70b --gpus 512 --gpu h200 --fp8-recipe tensorwise
-    python tools/plan.py --model-preset llama3-8b --gpus 64 --gpu h100 --tensor-model-parallel-size 2 --plot plan.png
-    python tools/plan.py --goodput --model-preset llama3-405b --gpus 16384 --gpu h100 --restart-s 300
+    megafp8 plan --model-preset llama3-70b --gpus 512 --gpu h200 --fp8-recipe tensorwise
+    megafp8 plan --model-preset llama3-8b --gpus 64 --gpu h100 --tensor-model-parallel-size 2 --plot plan.png
 
-Accepts all flags of pretrain_gpt.py as well. Tensor, pipeline (also interleaved), context and expert parallelism,
+Accepts all flags of megafp8 pretrain as well. Tensor, pipeline (also interleaved), context and expert parallelism,
 micro-batch size and recomputation are searched unless they are given. The output has memory, step time and traffic of
-the fastest layouts, and the flags of the first one for pretrain_gpt.py. Neither a GPU nor torch is needed.
-docs/planning.md describes the model and its errors against measurements.
-
-With --goodput the output has the expected tokens per day and effective training time of the fastest layout under
-failures, saves and restarts, where the time goes, and the best save interval (docs/goodput.md).
+the fastest layouts, and the flags of the first one for megafp8 pretrain. Neither a GPU nor torch is needed.
+docs/planning.md describes the model and its errors against measurements. For failures, saves and restarts see megafp8
+goodput.
 """
 
 from __future__ import annotations
@@ -38,19 +35,28 @@ LEAST_GBIT_PER_S, MOST_GBIT_PER_S = 1, 100_000
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = add_flags(
-        build_command_parser(__doc__, Parser, allow_abbrev=False),
-        int_flag("--gpus", "GPUs to plan for", required=True),
-        argument("--gpu", "kind of GPU (default: h200)", choices=GPU_NAMES, default="h200"),
-        float_flag("--network-gbit-per-s", "network bandwidth per GPU; default: that of a typical node", metavar="X"),
+    parser = build_command_parser(__doc__, Parser, allow_abbrev=False)
+    add_cluster_flags(parser)
+    add_flags(
+        parser,
         int_flag("--top", "number of layouts to show (default: 5)"),
         int_flag("--scaling", "numbers of GPUs to compare (default: powers of two from 8 to 16,384; no number: no "
                  "comparison)", nargs="*"),
         path_flag("--plot", "plot speed over numbers of GPUs, and the parts of memory and step time", metavar="PNG"),
-        switch("--json", "print JSON instead of text"),
     )  # fmt: skip
-    add_goodput_flags(parser)
+    add_goodput_flags(parser, is_shown=False)
     return parser
+
+
+def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that name the GPUs, and --json."""
+    add_flags(
+        parser,
+        int_flag("--gpus", "GPUs to plan for", required=True),
+        argument("--gpu", "kind of GPU (default: h200)", choices=GPU_NAMES, default="h200"),
+        float_flag("--network-gbit-per-s", "network bandwidth per GPU (default: that of a typical node)", metavar="X"),
+        switch("--json", "print JSON instead of text"),
+    )
 
 
 def number_problems(arguments: argparse.Namespace) -> Iterator[str]:
@@ -71,7 +77,11 @@ def number_problems(arguments: argparse.Namespace) -> Iterator[str]:
 @returns_exit_status("plan")
 def main(argv: Sequence[str]) -> int:
     """Print the plan; return 0, or 64 with wrong flags or when nothing fits."""
-    arguments, training = build_parser().parse_known_args(argv)
+    return run(*build_parser().parse_known_args(argv))
+
+
+def run(arguments: argparse.Namespace, training: Sequence[str]) -> int:
+    """Print the plan or the goodput of a command line that is parsed."""
     from megafp8.config import flags
     from megafp8.device.gpus import GPUS
     from megafp8.planning.plan import default_scaling, make_plan, with_network

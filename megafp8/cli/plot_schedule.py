@@ -1,9 +1,9 @@
 """Show the schedules of learning rate and batch size of a training command: a table, and a plot with --output.
 
-    python tools/plot_lr_schedule.py --output schedule.png --train-iters 10000 --global-batch-size 64 \\
+    megafp8 plot-schedule --output schedule.png --train-iters 10000 --global-batch-size 64 \\
       --micro-batch-size 8 --lr 3e-4 --min-lr 3e-5 --lr-warmup-iters 200 --lr-decay-style WSD --lr-wsd-decay-iters 2000
 
-Give the flags of pretrain_gpt.py, all of them or those of the schedule. The schedule is computed as in the run. Give
+Give the flags of megafp8 pretrain, all of them or those of the schedule. The schedule is computed as in the run. Give
 --world-size N if the global batch size depends on the number of ranks. Flags that the run refuses are refused here.
 """
 

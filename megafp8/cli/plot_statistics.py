@@ -1,7 +1,7 @@
 """Plot the quantization statistics of a run with --fp8-log-interval, and print its findings.
 
-    python tools/plot_telemetry.py runs/first --output-dir report
-    python tools/plot_telemetry.py runs/first --field sqnr_db --recipe mxfp8 --output-dir report
+    megafp8 plot-statistics runs/first --output-dir report
+    megafp8 plot-statistics runs/first --field sqnr_db --recipe mxfp8 --output-dir report
 
 Top: a field of the operands of every linear over the steps. Bottom: the codes of the last record, by exponent. The
 experts of a layer have one row, of the worst expert. The load of experts is a picture of its own.

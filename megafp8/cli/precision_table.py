@@ -1,6 +1,6 @@
 """Train one model in FP32, BF16, FP8 and FP4, and write the table of speed, memory, loss and largest micro-batch.
 
-    python tools/precision_table.py --output-dir runs/precision_table -- FLAGS OF PRETRAIN_GPT.PY
+    megafp8 precision-table --output-dir runs/precision_table -- TRAINING FLAGS
 
 By default: FP32, BF16, each FP8 recipe that is native on this device, and FP4 (emulated where it is not native).
 Without native recipes, all FP8 recipes of Transformer Engine are emulated. Each precision has two runs, one after the

@@ -1,11 +1,12 @@
 """Turn text into token shards (.bin/.idx) that megafp8 and Megatron-LM train on.
 
-    python tools/preprocess_data.py --input corpus.jsonl --output-prefix shards/corpus --append-eod --workers 2 \\
+    megafp8 preprocess --input corpus.jsonl --output-prefix shards/corpus --append-eod --workers 2 \\
         --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model
 
 writes shards/corpus_text_document.bin, .idx and .manifest.json. Repeating the command does nothing; after an
 interruption it resumes. Byte-pair tokenizers are encoded by gigatoken where it gives the same ids (pip install
--e '.[data]'). The first line of output names the encoder.
+-e '.[data]'). The first line of output names the encoder. Other flags of Megatron-LM's preprocess_data.py are ignored
+or refused, with the reason.
 """
 
 from __future__ import annotations
@@ -91,12 +92,11 @@ def build_parser() -> argparse.ArgumentParser:
                  "seconds)", metavar="DOCUMENTS"),
     )  # fmt: skip
     common.add_tokenizer_flags(parser)
-    others = parser.add_argument_group("Megatron's other flags")
-    for flag, (kind, reason) in UNNEEDED_FLAGS.items():
+    for flag, (kind, _) in UNNEEDED_FLAGS.items():
         options = {"action": "store_true", "default": None} if kind is None else {"type": kind}
-        others.add_argument(flag, help=f"accepted without effect: {reason}", **options)
-    for flag, reason in REFUSED_FLAGS.items():
-        others.add_argument(flag, nargs="*", help=f"refused: {reason}")
+        parser.add_argument(flag, help=argparse.SUPPRESS, **options)
+    for flag in REFUSED_FLAGS:
+        parser.add_argument(flag, nargs="*", help=argparse.SUPPRESS)
     return parser
 
 

@@ -1,8 +1,6 @@
-"""Pretrain a GPT: `python pretrain_gpt.py FLAGS`, or on N devices `torchrun --nproc-per-node N pretrain_gpt.py FLAGS`.
+"""Pretrain a GPT: `megafp8 pretrain FLAGS`, on N devices `torchrun --nproc-per-node N -m megafp8.cli.pretrain FLAGS`.
 
-`--help` lists the flags, `--dry-run` prints what a run would be and stops. Exit statuses: 0 done, 64 wrong flags,
-65 numbers that are not finite, 66 wrong data, 70 internal error or too little memory, 71 hung, 73 folder in use,
-74 wrong checkpoint, 75 ended by a signal, to be resumed.
+`--help` shows the common flags, `--dry-run` prints what a run would be and stops. `errors.py` has the exit statuses.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Report on finished runs or on a scaling study: tables on standard output; with --output-dir also a page.
 
-    python tools/report.py runs/bf16 runs/fp8 --output-dir runs/comparison
-    python tools/report.py runs/stdlib_cpu --output-dir runs/stdlib_cpu/report
+    megafp8 report runs/bf16 runs/fp8 --output-dir runs/comparison
+    megafp8 report runs/stdlib_cpu --output-dir runs/stdlib_cpu/report
 
-Runs are compared as by python tools/compare_runs.py. A study is given by its folder or by the points.json of an earlier
-report, and its scaling laws are fitted as by python tools/scaling_report.py. Both write report.html, Markdown, JSON and
+Runs are compared as by megafp8 compare. A study is given by its folder or by the points.json of an earlier
+report, and its scaling laws are fitted as by megafp8 scaling-report. Both write report.html, Markdown, JSON and
 plots. Exit status: 64 for wrong flags, 66 for runs that are missing, damaged or not comparable.
 """
 

@@ -1,11 +1,11 @@
 """Train one model in several recipes with the same seeds, data order and evaluation, and report the differences.
 
-    python tools/run_comparison.py --output-dir runs/recipes --recipes bf16,bf16-control,tensorwise,delayed,mxfp8 \\
-      --seeds 3 --parallel 2 -- FLAGS OF PRETRAIN_GPT.PY
+    megafp8 run-comparison --output-dir runs/recipes --recipes bf16,bf16-control,tensorwise,delayed,mxfp8 \\
+      --seeds 3 --parallel 2 -- TRAINING FLAGS
 
 Runs are in OUTPUT_DIR/RECIPE/SEED. Repeating the command skips runs that are done and resumes the others. A run that
 fails is reported, and the others continue. The report is in OUTPUT_DIR/report: report.html, Markdown, JSON and a plot.
-tools/compare_runs.py writes it again from the records, on any machine.
+megafp8 compare writes it again from the records, on any machine.
 
 Recipes: bf16, bf16-control (other microbatches, to show the effect of rounding alone), tensorwise, delayed, rowwise,
 blockwise, mxfp8, nvfp4, quartet2. The suffixes -e4m3, -hybrid and -e5m2 give an FP8 recipe another format. --variant

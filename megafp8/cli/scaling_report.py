@@ -1,7 +1,7 @@
 """Report on a scaling study: loss over compute and size, the law of each recipe, its shift by FP8, speed.
 
-    python tools/scaling_report.py runs/stdlib_cpu --output-dir runs/stdlib_cpu/report
-    python tools/scaling_report.py docs/reports/stdlib_cpu/points.json
+    megafp8 scaling-report runs/stdlib_cpu --output-dir runs/stdlib_cpu/report
+    megafp8 scaling-report docs/reports/stdlib_cpu/points.json
 
 Prints tables; with --output-dir it writes report.html (one file with its pictures), report.md with laws.svg,
 report.json, and points.json, from which the report can be written again. docs/scaling_studies.md

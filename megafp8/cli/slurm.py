@@ -1,9 +1,9 @@
 """Submit training to Slurm from a job file, flags or both; writes a batch script that you can read and edit.
 
-    python launcher/slurm.py --name first --nodes 4 --time 24:00:00 --partition gpu --dry-run -- FLAGS
-    python launcher/slurm.py JOB.yaml --account mine
+    megafp8 slurm --name first --nodes 4 --time 24:00:00 --partition gpu --dry-run -- FLAGS
+    megafp8 slurm JOB.yaml --account mine
 
-FLAGS are those of pretrain_gpt.py, with --save and --load on one folder. They come after the job file's, and the last
+FLAGS are those of megafp8 pretrain, with --save and --load on one folder. They come after the job file's, and the last
 one wins. Everything is checked before anything is submitted. The script checks every node, starts one torchrun on
 each, and restarts the run after crashes. Before the time limit and at a preemption the run saves, and the job is
 requeued until the run is done. Exit status: 64 for a wrong job or wrong flags.

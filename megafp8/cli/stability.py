@@ -1,7 +1,7 @@
 """Test the stability of recipes: paired runs, a sweep to divergence, known-bad controls, and one page.
 
-    python launcher/stability.py --output-dir runs/stability --size tiny --recipes tensorwise,mxfp8
-    python launcher/stability.py --output-dir runs/stability --parts pairs,controls -- --data-path ... --num-layers 12
+    megafp8 stability --output-dir runs/stability --size tiny --recipes tensorwise,mxfp8
+    megafp8 stability --output-dir runs/stability --parts pairs,controls -- --data-path ... --num-layers 12
 
 Parts: pairs (paired runs over seeds, compared with BF16's own spread), sweep (learning rates to divergence), controls
 (settings that are known to be worse), and with --checkpoint continuation. Without --data-path after --, the suite

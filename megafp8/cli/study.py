@@ -1,8 +1,8 @@
 """Run a scaling study, or any sweep: every combination of a grid of flags, from one YAML file.
 
-    python launcher/scaling_study.py STUDY.yaml --dry-run
-    python launcher/scaling_study.py STUDY.yaml --local --parallel 2
-    python launcher/scaling_study.py STUDY.yaml --status
+    megafp8 study STUDY.yaml --dry-run
+    megafp8 study STUDY.yaml --local --parallel 2
+    megafp8 study STUDY.yaml --status
 
 With Slurm, the runs are job arrays; without it or with --local, they are processes on this machine. Every run has its
 own folder, whose name does not change when the grid grows. Repeating the command skips runs that are done, running or

@@ -1,33 +1,46 @@
 """The subcommands of `megafp8`."""
 
-# Subcommand: the same program as a script of a checkout, and what it does.
-SUBCOMMANDS = {
-    "pretrain": ("pretrain_gpt.py", "train a GPT, on one device or under torchrun"),
-    "generate": ("tools/generate_text.py", "continue a text with a trained model"),
-    "evaluate": ("tools/evaluate.py", "measure the loss of checkpoints on a data set"),
-    "checkpoint": ("tools/checkpoint.py", "list, verify, show, prune, hash and seal checkpoints"),
-    "convert": ("tools/convert_checkpoint.py", "convert checkpoints of Hugging Face and Megatron-LM"),
-    "corpus": ("tools/build_stdlib_corpus.py", "write a text corpus from Python's standard library"),
-    "train-tokenizer": ("tools/train_tokenizer.py", "train a lossless tokenizer"),
-    "preprocess": ("tools/preprocess_data.py", "turn text into token shards"),
-    "merge-shards": ("tools/merge_shards.py", "join or divide token shards"),
-    "inspect-shards": ("tools/inspect_shards.py", "summarize and verify token shards"),
-    "build-index": ("tools/build_index.py", "check shards and build their sample indices"),
-    "plan": ("tools/plan.py", "find the fastest layout of a model on a number of GPUs"),
-    "plot-schedule": ("tools/plot_lr_schedule.py", "show the learning-rate schedule of a training command"),
-    "plot-statistics": ("tools/plot_telemetry.py", "plot the quantization statistics of a run"),
-    "inspect-quantization": ("tools/inspect_quantization.py", "measure the quantization error of each recipe"),
-    "run-comparison": ("tools/run_comparison.py", "train one model in several recipes and compare them"),
-    "precision-table": ("tools/precision_table.py", "train one model in FP32, BF16, FP8 and FP4, and tabulate"),
-    "report": ("tools/report.py", "report on finished runs or on a scaling study"),
-    "compare": ("tools/compare_runs.py", "compare finished runs"),
-    "study": ("launcher/scaling_study.py", "run a scaling study or a sweep from a YAML file"),
-    "scaling-report": ("tools/scaling_report.py", "fit scaling laws to a study"),
-    "stability": ("launcher/stability.py", "test the stability of recipes against BF16, with known-bad controls"),
-    "torchrun": ("launcher/torchrun.py", "train on the GPUs of this machine, with a log for each rank"),
-    "slurm": ("launcher/slurm.py", "submit training to Slurm"),
-    "supervise": ("launcher/supervise.py", "restart a training command until its run is done"),
-    "check-nodes": ("launcher/check_nodes.py", "check the nodes of a Slurm job before training"),
-    "verify-device": ("tools/verify_device.py", "compare what this GPU computes with the emulation"),
-    "doctor": ("tools/doctor.py", "check whether training can run on this machine"),
+COMMANDS = {
+    "Train": {
+        "pretrain": "train a GPT, on one device or under torchrun",
+        "torchrun": "train on the GPUs of this machine, with a log for each rank",
+        "slurm": "submit training to Slurm",
+        "supervise": "restart a training command until its run is done",
+    },
+    "Data": {
+        "corpus": "write a text corpus from Python's standard library",
+        "train-tokenizer": "train a lossless tokenizer",
+        "preprocess": "turn text into token shards",
+        "merge-shards": "join or divide token shards",
+        "inspect-shards": "summarize and verify token shards",
+        "build-index": "check shards and build their sample indices",
+    },
+    "Models": {
+        "generate": "continue a text with a trained model",
+        "evaluate": "measure the loss of checkpoints on a data set",
+        "convert": "convert checkpoints of Hugging Face and Megatron-LM",
+        "checkpoint": "list, verify, show, prune, hash and seal checkpoints",
+    },
+    "Compare": {
+        "run-comparison": "train one model in several recipes and compare them",
+        "compare": "compare finished runs",
+        "report": "report on finished runs or on a scaling study",
+        "precision-table": "train one model in FP32, BF16, FP8 and FP4, and tabulate",
+        "stability": "test the stability of recipes against BF16, with known-bad controls",
+        "study": "run a scaling study or a sweep from a YAML file",
+        "scaling-report": "fit scaling laws to a study",
+        "inspect-quantization": "measure the quantization error of each recipe",
+        "plot-statistics": "plot the quantization statistics of a run",
+    },
+    "Plan and check": {
+        "plan": "find the fastest layout of a model on a number of GPUs",
+        "goodput": "predict the tokens per day under failures, saves and restarts",
+        "plot-schedule": "show the learning-rate schedule of a training command",
+        "doctor": "check whether training can run on this machine",
+        "verify-device": "compare what this GPU computes with the emulation",
+    },
 }
+"""What each subcommand does, in the groups of `megafp8 --help`."""
+INTERNAL = {"check-nodes": "check the nodes of a Slurm job before training"}
+"""Started by job scripts; `megafp8 --help` leaves it out."""
+SUBCOMMANDS = {name: text for group in (*COMMANDS.values(), INTERNAL) for name, text in group.items()}

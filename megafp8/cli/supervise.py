@@ -1,6 +1,6 @@
 """Restart a training command after preemptions, crashes and hangs until its run is done.
 
-    python launcher/supervise.py --max-restarts 10 -- torchrun --nproc-per-node 8 -m megafp8.cli.pretrain \\
+    megafp8 supervise --max-restarts 10 -- torchrun --nproc-per-node 8 -m megafp8.cli.pretrain \\
       --save runs/first --load runs/first FLAGS
 
 Whether to restart is decided from run_state.json in --save. Wrong flags, data or checkpoints, persistent non-finite

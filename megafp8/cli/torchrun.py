@@ -1,15 +1,15 @@
 """Train with torchrun on the GPUs of this machine, from the same job files and flags as `megafp8 slurm`.
 
-    python launcher/torchrun.py -- FLAGS
-    python launcher/torchrun.py --gpus-per-node 0 --ranks-per-node 2 -- FLAGS       two ranks on the CPU
-    python launcher/torchrun.py JOB.yaml --dry-run                       prints the script and starts nothing
+    megafp8 torchrun -- FLAGS
+    megafp8 torchrun --gpus-per-node 0 --ranks-per-node 2 -- FLAGS       two ranks on the CPU
+    megafp8 torchrun JOB.yaml --dry-run                       prints the script and starts nothing
 
 On several machines, without Slurm, the same command on each of them:
 
-    python launcher/torchrun.py JOB.yaml --nodes 4 --endpoint first-machine:29500
+    megafp8 torchrun JOB.yaml --nodes 4 --endpoint first-machine:29500
 
-FLAGS are those of pretrain_gpt.py. They come after the job file's, and the last one wins. With --save and --load of one
-folder a run on one machine is restarted after crashes; without --save it is not. Neither is it on several machines,
+FLAGS are those of megafp8 pretrain. They come after the job file's, and the last one wins. With --save and --load of
+one folder a run on one machine is restarted after crashes; without --save it is not. Neither is it on several machines,
 which need the folder: the same command on all of them resumes from the newest checkpoint. The ranks run in the Python
 that runs this command, unless --venv or --setup name another one. Exit status: that of the run, 64 for a wrong job or
 wrong flags.

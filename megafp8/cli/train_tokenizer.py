@@ -1,7 +1,7 @@
 """Train a lossless tokenizer, and verify that decoding returns the text byte by byte.
 
-    python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --model-prefix tokenizer
-    python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --model-prefix gpt --model-type byte-bpe
+    megafp8 train-tokenizer --input corpus.jsonl --vocab-size 8192 --model-prefix tokenizer
+    megafp8 train-tokenizer --input corpus.jsonl --vocab-size 8192 --model-prefix gpt --model-type byte-bpe
 
 bpe and unigram are SentencePiece models with byte fallback and without normalization: PREFIX.model, for
 --tokenizer-type SentencePieceTokenizer. byte-bpe is the type of GPT-2's tokenizer: the folder

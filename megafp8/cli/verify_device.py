@@ -1,7 +1,7 @@
 """Compare what this GPU computes natively with the emulation, and write a report.
 
-    python tools/verify_device.py
-    python tools/verify_device.py --recipes mxfp8 nvfp4 --parts casts linears --output report
+    megafp8 verify-device
+    megafp8 verify-device --recipes mxfp8 nvfp4 --parts casts linears --output report
 
 For every recipe that Transformer Engine supports on the GPU: codes and scales byte for byte, results of linears within
 a derived bound, ten training steps of a small model, and the speed of linears with casts against BF16; then the

@@ -275,10 +275,9 @@ def add_setting(group: Any, setting: Setting) -> None:
             off_text = f"disable {setting.flags[0]}" if setting.flags else help_text
             group.add_argument(*setting.off, dest=setting.name, action="store_false", help=off_text)
         return
-    default = flag_help.default_text(setting).replace("%", "%%")
     options: dict[str, Any] = {
-        "dest": setting.name, "type": _converter(setting), "metavar": flag_help.value_name(setting),
-        "help": f"{help_text} (default: {default})" if default else help_text,
+        "dest": setting.name, "type": _converter(setting), "metavar": flag_help.value_name(setting, brief=True),
+        "help": flag_help.complete_text(setting, with_choices=True).replace("%", "%%"),
     }  # fmt: skip
     if setting.many:
         options.update(nargs="+", action="extend" if setting.name in ACCUMULATED else "store")

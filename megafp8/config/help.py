@@ -231,13 +231,20 @@ def _names(setting: Setting, brief: bool = False) -> str:
 
 
 def _row(setting: Setting) -> tuple[str, str]:
-    """A line of a group: flags, and the complete description."""
+    """A line of a group."""
+    return _names(setting), complete_text(setting)
+
+
+def complete_text(setting: Setting, with_choices: bool = False) -> str:
+    """Mark, description and default of a setting, and the choices where the name of the value does not have them."""
     default = default_text(setting)
     if setting.type is bool and not setting.many and not setting.unset:
         # A switch does what its help says; its default is news only where it is on.
         default = "on" if setting.default and setting.flags else ""
     text = f"{MARKS.get(setting.audience, '')}{description(setting)}"
-    return _names(setting), f"{text} (default: {default})".replace(") (", "; ") if default else text
+    if with_choices and setting.choices:
+        text += f"; one of {', '.join(map(str, setting.choices))}"
+    return f"{text} (default: {default})".replace(") (", "; ") if default else text
 
 
 def _brief(setting: Setting) -> str:

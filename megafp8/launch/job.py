@@ -48,7 +48,7 @@ class Job:
     """A training job. A job file has the same field names; flags may be given as a list or as lines of shell.
 
     Attributes:
-        training: flags of `pretrain_gpt.py` that all runs share. `--save` and `--load` must name the same folder.
+        training: flags of `megafp8 pretrain` that all runs share. `--save` and `--load` must name the same folder.
         nodes: number of machines.
         gpus_per_node: 0 for a job on CPUs.
         ranks_per_node: required without GPUs; default: one rank per GPU.

@@ -14,7 +14,7 @@
         fp8: --fp8-format hybrid --fp8-recipe tensorwise
       lr: [1e-3, 3e-3]                   # a list's axis is a flag (--lr), or gpus, tokens, tokens_per_parameter
       seed: [1, 2, 3]
-    slurm: {time: 4:00:00, partition: gpu}  # of the jobs, as in a job file of launcher/slurm.py
+    slurm: {time: 4:00:00, partition: gpu}  # of the jobs, as in a job file of megafp8 slurm
 
 `grid` may be a list of such grids. A run has one option of every axis of a grid. If options conflict, the later axis
 wins.
@@ -216,7 +216,7 @@ class StudyRun:
     Attributes:
         label: names of its options, joined.
         choice: name of its option by axis.
-        flags: all flags of pretrain_gpt.py.
+        flags: all flags of `megafp8 pretrain`.
         world_size: number of GPUs, or of ranks on a CPU.
         folder: for checkpoints and records.
     """

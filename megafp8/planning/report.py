@@ -157,7 +157,7 @@ def assumptions_text(plan: Plan) -> str:
 
 
 def command_lines(layout: PlannedLayout) -> list[str]:
-    """Flags for `pretrain_gpt.py`, each with its values."""
+    """Flags for `megafp8 pretrain`, each with its values."""
     lines: list[list[str]] = []
     for word in flags.to_argv(layout.config):
         if word.startswith("--"):

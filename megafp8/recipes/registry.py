@@ -1,6 +1,6 @@
 """Recipe registry: every module of this package that defines `RECIPE`, and those that the environment adds.
 
-    MEGAFP8_RECIPES=recipes/mine.py,team.recipe torchrun ... pretrain_gpt.py --fp8-recipe mine
+    MEGAFP8_RECIPES=recipes/mine.py,team.recipe megafp8 pretrain --fp8-recipe mine ...
 
 The variable lists Python files or modules that define a `RECIPE`, as the modules of this package do. All ranks, and
 the tools that read the run's checkpoints and records, need the same value.

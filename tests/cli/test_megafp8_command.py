@@ -12,9 +12,11 @@ from forked_script import run_script
 
 from megafp8 import __version__
 from megafp8.cli import main
-from megafp8.cli.subcommands import SUBCOMMANDS
+from megafp8.cli.subcommands import COMMANDS, INTERNAL, SUBCOMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted([*(ROOT / "tools").glob("*.py"), *(ROOT / "launcher").glob("*.py")])
+RUNS = re.compile(r"run\(\"([a-z-]+)\"\)")
 SHARED_MODULES = {
     "__init__",
     "main",
@@ -37,13 +39,12 @@ def test_help_of_a_subcommand(name: str) -> None:
     assert not re.search(r"(tools|launcher|examples)/|pretrain_gpt", result.stdout)
 
 
-def test_every_module_is_a_subcommand_with_a_script() -> None:
+def test_every_module_is_a_subcommand_and_a_script_runs_one() -> None:
     modules = {path.stem for path in (ROOT / "megafp8/cli").glob("*.py")}
     assert modules - SHARED_MODULES == {name.replace("-", "_") for name in SUBCOMMANDS}
-    scripts = {
-        path.relative_to(ROOT).as_posix() for folder in ("tools", "launcher") for path in (ROOT / folder).glob("*.py")
-    }
-    assert scripts | {"pretrain_gpt.py"} == {script for script, _ in SUBCOMMANDS.values()}
+    run_by_scripts = [name for script in SCRIPTS for name in RUNS.findall(script.read_text(encoding="utf-8"))]
+    assert len(run_by_scripts) == len(SCRIPTS)
+    assert {*run_by_scripts, "pretrain", "goodput"} == set(SUBCOMMANDS)
 
 
 def test_the_command_lists_subcommands_without_importing_them() -> None:
@@ -55,8 +56,10 @@ def test_the_command_lists_subcommands_without_importing_them() -> None:
         [sys.executable, "-c", code, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert result.returncode == 0, result.stderr
-    for name, (_, text) in SUBCOMMANDS.items():
-        assert any(line.split() == [name, *text.split()] for line in result.stdout.splitlines())
+    for name, text in SUBCOMMANDS.items():
+        assert (f"\n  {name:20}  {text}\n" in result.stdout) == (name not in INTERNAL)
+    assert [line for line in result.stdout.splitlines() if line in COMMANDS] == list(COMMANDS)
+    assert max(map(len, result.stdout.splitlines())) <= 100
 
 
 def test_the_exit_status_is_the_subcommands(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -108,9 +111,16 @@ def test_underscores_are_hyphens(monkeypatch: pytest.MonkeyPatch, capsys) -> Non
 
 @pytest.mark.parametrize("name", SUBCOMMANDS)
 def test_version_of_a_subcommand(name: str) -> None:
-    for words in (["megafp8/cli/main.py", name], [SUBCOMMANDS[name][0]]):
-        result = run_script(*words, "--version")
-        assert (result.returncode, result.stdout) == (0, f"megafp8 {__version__}\n"), (words, result.stderr)
+    result = run_script("megafp8/cli/main.py", name, "--version")
+    assert (result.returncode, result.stdout) == (0, f"megafp8 {__version__}\n"), result.stderr
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_a_script_of_a_checkout_names_the_subcommand(script: Path) -> None:
+    """One spelling of commands, however they are started."""
+    result = run_script(script.relative_to(ROOT).as_posix(), "--help")
+    (name,) = RUNS.findall(script.read_text(encoding="utf-8"))
+    assert result.returncode == 0 and result.stdout.startswith(f"usage: megafp8 {name} "), result.stderr
 
 
 def test_version(capsys) -> None:

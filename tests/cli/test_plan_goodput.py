@@ -1,4 +1,4 @@
-"""`megafp8 plan --goodput` as a user runs it."""
+"""`megafp8 goodput` and `megafp8 plan --goodput` as a user runs them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from megafp8.cli import plan
+from megafp8.cli import goodput, plan
 from megafp8.cli.goodput_flags import REFUSED_FLAGS, build_inputs, goodput_problems
 from megafp8.config import flags
 from megafp8.device.gpus import GPUS
@@ -36,6 +36,18 @@ def test_text(capsys) -> None:
         "a step of 16,000,000 tokens takes 5 s (given)", "saves: training stops for 8.53 s, complete after 60.1 s",
     ):  # fmt: skip
         assert text in output
+
+
+def test_the_command_prints_what_plan_prints(capsys) -> None:
+    assert run(capsys, *SMALL) == (goodput.main([*SMALL[1:]]), *capsys.readouterr())
+    assert goodput.main(["--gpus", "8", "--restart-s", "-1"]) == 64
+    assert capsys.readouterr().err.startswith("goodput: 1 problem with the settings:\n  - --restart-s -1: must be")
+
+
+def test_help_has_the_flags_of_the_formulas_in_one_place() -> None:
+    own, of_plan = goodput.build_parser().format_help(), plan.build_parser().format_help()
+    assert all(flag in own and flag not in of_plan for flag in RANGES)
+    assert not any(flag in own + of_plan for flag in REFUSED_FLAGS)
 
 
 def test_json_with_the_step_time_and_checkpoint_size_of_the_model(capsys) -> None:

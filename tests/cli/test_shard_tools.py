@@ -122,4 +122,4 @@ def test_help(tool):
     command = [sys.executable, str(ROOT / "tools" / f"{tool}.py"), "--help"]
     result = subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=60)
     assert result.returncode == 0
-    assert "python tools/" in result.stdout
+    assert "\n    megafp8 " in result.stdout
