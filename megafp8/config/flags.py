@@ -268,7 +268,7 @@ def _add_general_options(parser: argparse.ArgumentParser) -> None:
 def add_setting(group: Any, setting: Setting) -> None:
     """Add the flags of a setting to an argparse group. Their `dest` is the setting's `section.field` name."""
     help_text = flag_help.description(setting).replace("%", "%%")
-    if setting.type is bool and not setting.many:
+    if setting.is_switch:
         if setting.flags:
             group.add_argument(*setting.flags, dest=setting.name, action="store_true", help=help_text)
         if setting.off:
@@ -437,7 +437,7 @@ def to_argv(config: RunConfig) -> list[str]:
         value = value_of(config, setting.name)
         if value == value_of(base, setting.name):
             continue
-        if setting.type is bool and not setting.many:
+        if setting.is_switch:
             flags = setting.flags if value else setting.off
             if not flags:
                 raise ConfigError(f"{setting.name} = {value}: no flag gives this value; use --config")

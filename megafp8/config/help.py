@@ -11,6 +11,7 @@ import difflib
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Optional
 
@@ -21,6 +22,7 @@ from megafp8.errors import ConfigError
 from megafp8.recipes import registry
 
 WIDTH, COLUMN = 100, 40
+NO_LIMIT = 1e12  # limits of numbers from here on only keep arithmetic safe
 MOST_CHOICES = 80  # characters, in the short help
 GENERAL = "general"
 GROUPS: Mapping[str, tuple[str, str]] = MappingProxyType(
@@ -120,7 +122,7 @@ def help_text(topic: str, parser: argparse.ArgumentParser) -> str:
 
 def _short_help(parser: argparse.ArgumentParser) -> str:
     lines = [f"{USAGE}\nexamples:\n{EXAMPLES}"]
-    lines.append(f"{GENERAL}:\n{_table(row for row in _general_rows(parser) if row[0].split()[0] in COMMON_GENERAL)}")
+    lines.append(f"{GENERAL}:\n{_table(row for row in general_rows(parser) if row[0].split()[0] in COMMON_GENERAL)}")
     for section in SECTIONS:
         common = [each for each in _shown() if each.audience is COMMON and each.section == section]
         common.sort(key=lambda each: each.group != section)  # the section's own before those of its base classes
@@ -135,7 +137,7 @@ def _group_help(group: str, parser: argparse.ArgumentParser) -> str:
     title, page = GROUPS[group]
     rows = [_row(each) for each in _shown() if each.group == group]
     if group == GENERAL:
-        rows = [*_general_rows(parser), *rows]
+        rows = [*general_rows(parser), *rows]
     return f"\n{group}: {title}{f' (docs/{page})' if page else ''}\n{_table(rows)}"
 
 
@@ -148,7 +150,7 @@ def _flag_help(flag: str, parser: argparse.ArgumentParser) -> str:
         facts = "".join(f"  {name:<13}{value}\n" for name, value in flag_facts(found).items())
         text = textwrap.fill(description(found), WIDTH, initial_indent="  ", subsequent_indent="  ")
         return f"{_names(found)}\n{text}\n\n{facts}"
-    if rows := [row for row in _general_rows(parser) if flag in row[0].replace(",", "").split()]:
+    if rows := [row for row in general_rows(parser) if flag in row[0].replace(",", "").split()]:
         return _table(rows)
     if new := megatron_flags.REPLACED.get(flag):
         return f"{flag} of Megatron-LM is read as {new}\n"
@@ -186,8 +188,8 @@ def default_text(setting: Setting) -> str:
     """What a run uses without the flag; empty for nothing."""
     if setting.unset or setting.default in (None, ()):
         return setting.unset
-    if setting.type is bool and not setting.many:
-        return "on" if setting.default else "off"
+    if setting.is_switch:
+        return "on" if setting.default and setting.flags else "off"  # of the flag, which may turn a setting off
     values = setting.default if setting.many else (setting.default,)
     return " ".join(f"{value:.12g}" if isinstance(value, float) else str(value) for value in values)
 
@@ -210,14 +212,15 @@ def value_name(setting: Setting, brief: bool = False) -> str:
 
 
 def _value_text(setting: Setting) -> str:
-    if setting.type is bool and not setting.many:
+    if setting.is_switch:
         return "none: the flag is a switch"
     kind = {int: "whole number", float: "number", str: "path" if setting.is_path else "text"}[setting.type]
     parts = [f"one of {', '.join(map(str, setting.choices))}" if setting.choices else kind]
     if setting.unit:
         parts.append(f"in {setting.unit}" if setting.unit[-1] == "s" or setting.type is float else f"a {setting.unit}")
-    if setting.range is not None:
-        parts.append(str(setting.range))
+    if setting.range is not None and setting.range.low > -NO_LIMIT:
+        is_limited = setting.range.high is not None and setting.range.high < NO_LIMIT
+        parts.append(str(setting.range if is_limited else replace(setting.range, high=None)))
     if setting.auto:
         parts.append("or auto")
     return ("one or more: " if setting.many else "") + ", ".join(parts)
@@ -226,8 +229,7 @@ def _value_text(setting: Setting) -> str:
 def _names(setting: Setting, brief: bool = False) -> str:
     """The flags of a setting with the name of the value: `--lr X`, `--use-nccl-ub, --no-use-nccl-ub`."""
     names = ", ".join((*setting.flags, *setting.off) if not brief else (*setting.flags, *setting.off)[:1])
-    is_switch = setting.type is bool and not setting.many
-    return names if is_switch else f"{names} {value_name(setting, brief)}{' ...' if setting.many else ''}"
+    return names if setting.is_switch else f"{names} {value_name(setting, brief)}{' ...' if setting.many else ''}"
 
 
 def _row(setting: Setting) -> tuple[str, str]:
@@ -238,7 +240,7 @@ def _row(setting: Setting) -> tuple[str, str]:
 def complete_text(setting: Setting, with_choices: bool = False) -> str:
     """Mark, description and default of a setting, and the choices where the name of the value does not have them."""
     default = default_text(setting)
-    if setting.type is bool and not setting.many and not setting.unset:
+    if setting.is_switch and not setting.unset:
         # A switch does what its help says; its default is news only where it is on.
         default = "on" if setting.default and setting.flags else ""
     text = f"{MARKS.get(setting.audience, '')}{description(setting)}"
@@ -258,7 +260,7 @@ def _brief(setting: Setting) -> str:
     return complete if default and len(complete) <= WIDTH - COLUMN else text
 
 
-def _general_rows(parser: argparse.ArgumentParser) -> list[tuple[str, str]]:
+def general_rows(parser: argparse.ArgumentParser) -> list[tuple[str, str]]:
     """Lines of the options that are no settings."""
     rows = []
     for action in parser._actions:

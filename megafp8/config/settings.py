@@ -67,6 +67,11 @@ class Setting:
     def field(self) -> str:
         return self.name.rpartition(".")[2]
 
+    @property
+    def is_switch(self) -> bool:
+        """Whether its flags take no value."""
+        return self.type is bool and not self.many
+
     def problem(self, value: Any) -> "str | None":
         """What is wrong with a value of the right type, regardless of other settings; None if nothing is."""
         if self.type is int and isinstance(value, int) and abs(value) > self.maximum:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import dataclasses
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,20 +16,24 @@ from documented_commands import commands_in
 from syntax_trees import tree_of
 from test_import_levels import CORE, LEVELS, MAY_IMPORT, WINGS
 
+from megafp8.cli.completion import subcommand_parser
 from megafp8.cli.main import SUBCOMMANDS
 from megafp8.config import flags, grouped_experts, megatron_flags, mixture, rules
 from megafp8.config.model_shapes import PRESETS
 from megafp8.config.rules import cuda_graph
 from megafp8.config.schema import moe as schema
 from megafp8.config.schema.setting import Role
-from megafp8.config.settings import settings_by_flag, settings_by_name, settings_with
+from megafp8.config.settings import all_settings, settings_by_flag, settings_by_name, settings_with
 from megafp8.mcore.cpu_patches import PATCHES
 from megafp8.recipes import registry
 from megafp8.resources import automatic
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "docs"))
+
+import flag_reference
+
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-TOOLS = sorted([*(ROOT / "tools").glob("*.py"), *(ROOT / "launcher").glob("*.py")])
 
 LINK = re.compile(r"\]\(([^)#]+)")
 CODE_SPAN = re.compile(r"`([^`\n]+)`")
@@ -86,13 +90,13 @@ def table_rows(text: str, header: str) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def known_flags() -> set[str]:
-    """The flags of pretrain_gpt.py, also those of settings that are gone, the tools and torchrun."""
-    help_texts = (
-        subprocess.run([sys.executable, str(tool), "--help"], capture_output=True, text=True, timeout=60).stdout
-        for tool in TOOLS
-    )
-    of_tools = {flag for text in help_texts for flag in FLAG.findall(text)}
-    return of_tools | {*flags.build_parser()._option_string_actions, *settings_by_flag()} | TORCHRUN_FLAGS | TEST_FLAGS
+    """The flags of all commands, also those of settings that are gone, and of torchrun."""
+    parsers = [subcommand_parser(name) for name in SUBCOMMANDS]
+    for parser in parsers:  # also those of subcommands of a subcommand, which this appends
+        nested = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+        parsers += [each for action in nested for each in action.choices.values()]
+    of_commands = {flag for parser in parsers for flag in parser._option_string_actions}
+    return of_commands | set(settings_by_flag()) | TORCHRUN_FLAGS | TEST_FLAGS
 
 
 @each_document
@@ -186,18 +190,26 @@ def test_the_table_of_runs_without_graphs_names_every_problem() -> None:
     texts = (node.value for node in literals if isinstance(node.value, str) and node.value.startswith("--"))
     named = {flag for text in texts for flag in FLAG.findall(text)}
     assert {"--hidden-dropout", "--tp-comm-overlap", "--fp8-param-gather", "--expert-model-parallel-size"} <= named
-    rows = table_rows((ROOT / "docs/flags.md").read_text(encoding="utf-8"), "excluded")
-    assert named - {flag for row in rows for flag in FLAG.findall(row[0])} == set()
+    rows = table_rows((ROOT / "docs/differences.md").read_text(encoding="utf-8"), "excluded")
+    assert named - {flag for row in rows for flag in FLAG.findall(row[1])} == set()
 
 
 def test_every_automatic_setting_is_documented() -> None:
-    rows = table_rows((ROOT / "docs/flags.md").read_text(encoding="utf-8"), "setting")
+    rows = table_rows((ROOT / "docs/differences.md").read_text(encoding="utf-8"), "setting")
     documented = {flag for row in rows for flag in FLAG.findall(row[0])}
     flags_of = [setting.flags[0] for setting in settings_with(Role.AUTOMATIC).values()]
     wanted = {flag for flag in flags_of if flag != "--cross-entropy-fusion-impl"}  # with --cross-entropy-loss-fusion
     assert wanted - documented == set()
     elsewhere = {"--use-nccl-ub"}  # in `device/nccl_buffers.py`, with all that it needs
     assert wanted - elsewhere - set(FLAG.findall(automatic.__doc__ or "")) == set()
+
+
+def test_the_flag_reference_is_current() -> None:
+    """docs/flag_reference.py writes it from the declarations of the settings."""
+    written = (ROOT / "docs/flag_reference.md").read_text(encoding="utf-8")
+    assert written == flag_reference.page(), "run: python docs/flag_reference.py"
+    named = set(FLAG.findall(written))
+    assert {flag for each in all_settings() if not each.former for flag in (*each.flags, *each.off)} <= named
 
 
 def test_getting_started_names_every_preset() -> None:

@@ -40,7 +40,7 @@ def checkout(tmp_path: Path) -> Path:
 def test_the_site_builds(tmp_path: Path) -> None:
     done = build(ROOT, tmp_path / "site")
     assert done.returncode == 0, done.stderr
-    for page in ("index.html", "overview/index.html", "contributing/index.html", "flags/index.html"):
+    for page in ("index.html", "overview/index.html", "contributing/index.html", "flag_reference/index.html"):
         assert (tmp_path / "site" / page).is_file()
     reference = (tmp_path / "site/api/index.html").read_text(encoding="utf-8")
     assert all(f'id="megafp8.{name}"' in reference for name in megafp8.__all__ if name != "recipes")
@@ -50,11 +50,11 @@ def test_the_site_builds(tmp_path: Path) -> None:
 @needs_mkdocs
 def test_broken_links_and_pages_outside_the_navigation_fail(checkout: Path, tmp_path: Path) -> None:
     with (checkout / "docs/glossary.md").open("a", encoding="utf-8") as page:
-        page.write("\n[a page](nowhere.md), [a file](../examples/nowhere.sh), [an anchor](flags.md#nowhere)\n")
+        page.write("\n[a page](nowhere.md), [a file](../examples/nowhere.sh), [an anchor](differences.md#nowhere)\n")
     (checkout / "docs/unlisted.md").write_text("# Unlisted\n", encoding="utf-8")
     done = build(checkout, tmp_path / "site")
     assert done.returncode != 0
-    for name in ("nowhere.md", "examples/nowhere.sh", "flags.md#nowhere", "unlisted.md"):
+    for name in ("nowhere.md", "examples/nowhere.sh", "differences.md#nowhere", "unlisted.md"):
         assert name in done.stderr
 
 

@@ -64,9 +64,8 @@ def test_a_setting_has_a_group_and_no_default_in_its_text(setting) -> None:
     """The default stands in one place: `default` and `unset`."""
     assert setting.group in help.GROUPS
     assert not re.search(r"\bdefaults?\b", setting.help)
-    is_switch = setting.type is bool and not setting.many
     assert not (setting.unset and setting.default not in (None, (), False)), "two defaults"
-    assert not (setting.unit and is_switch)
+    assert not (setting.unit and setting.is_switch)
 
 
 def test_deprecated_and_test_flags_are_marked_and_not_in_the_short_help() -> None:
