@@ -41,11 +41,11 @@ def build_parser() -> argparse.ArgumentParser:
         argument("--addresses", "addresses of the nodes, in the same order (default: their names)", nargs="+",
                  default=[], metavar="HOST"),
         int_flag("--gpus", "required GPUs per node (default: 0)", default=0),
-        int_flag("--port", "first of 100 ports to use (default %(default)s)", default=29600),
-        float_flag("--timeout-s", "timeout of each all-reduce, in seconds (default %(default)g)",
+        int_flag("--port", "first of 100 ports to use (default: %(default)s)", default=29600),
+        float_flag("--timeout-s", "timeout of each all-reduce, in seconds (default: %(default)g)",
                    default=node_check.COLLECTIVE_TIMEOUT_S, metavar="S"),
         switch("--requeue", "requeue the job without unusable nodes"),
-        int_flag("--max-requeues", "maximum number of requeues (default %(default)s)", default=100),
+        int_flag("--max-requeues", "maximum number of requeues (default: %(default)s)", default=100),
     )  # fmt: skip
 
 

@@ -49,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("folder", type=path_argument, help="folder of a run or of one checkpoint")
         command.add_argument("--json", action="store_true", help="print JSON instead of text")
         if name in ("verify", "show", "hash"):
-            text = "this step only" if name == "verify" else "this step; default the newest"
+            text = "this step only" if name == "verify" else "this step (default: the newest)"
             command.add_argument("--ckpt-step", type=int, metavar="N", help=text)
         if name == "show":
             command.add_argument("--tensors", action="store_true", help="name every tensor")

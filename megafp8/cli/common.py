@@ -122,7 +122,7 @@ def add_tokenizer_file_flags(parser: argparse.ArgumentParser, type_help: Optiona
     Args:
         type_help: of --tokenizer-type; None: without that flag.
     """
-    files = "current paths of its files; default as in training"
+    files = "current paths of its files (default: as in training)"
     group = parser.add_argument_group("tokenizer", f"type and {files}" if type_help else files)
     if type_help:
         group.add_argument("--tokenizer-type", metavar="TYPE", help=type_help)

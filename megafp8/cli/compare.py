@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from megafp8.cli.command_flags import add_flags, argument, float_flag, path_flag, switch
+from megafp8.cli.command_flags import add_flags, argument, float_flag, int_flag, path_flag, switch
 from megafp8.cli.common import Parser, build_command_parser, returns_exit_status
 from megafp8.errors import ConfigError
 from megafp8.utils.files import path_text, visible
@@ -26,7 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = add_flags(
         build_command_parser(__doc__, Parser),
         argument("runs", "folder of a run (its --save)", nargs="+", type=path_text, metavar="RUN"),
-        argument("--baseline", "run or recipe to compare with; default: the first", type=path_text, metavar="RUN"),
+        argument("--baseline", "run or recipe to compare with (default: the first)", type=path_text, metavar="RUN"),
         path_flag("--output-dir", "write report.html, comparison.md, comparison.json, gaps.svg and loss_curves.png "
                   "here"),
         switch("--json", "print JSON instead of the table"),
@@ -39,12 +39,12 @@ def add_comparison_flags(group: Any) -> None:
     """Add the flags of a comparison to a parser or a group of one."""
     add_flags(
         group,
-        float_flag("--bound", "accepted increase of the validation loss over the baseline (default %(default)g)",
+        float_flag("--bound", "accepted increase of the validation loss over the baseline (default: %(default)g)",
                    default=0.5, metavar="PERCENT"),
-        float_flag("--confidence", "confidence level of the intervals (default %(default)g)", default=95.0,
+        float_flag("--confidence", "confidence level of the intervals (default: %(default)g)", default=95.0,
                    metavar="PERCENT"),
         switch("--include-unfinished", "also show results of unfinished runs; their recipes get no verdict"),
-        argument("--warmup-steps", "first steps to leave out of the speed (default %(default)s)", type=int, default=10),
+        int_flag("--warmup-steps", "first steps to leave out of the speed (default: %(default)s)", default=10),
         argument("--title", "title of the page and the plots", default="Comparison of recipes"),
     )  # fmt: skip
 

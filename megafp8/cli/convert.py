@@ -54,14 +54,14 @@ def build_parser() -> argparse.ArgumentParser:
         to_hf,
         argument("source", "folder of a run (its --save) or of one checkpoint", type=path_argument, metavar="RUN"),
         argument("output", "folder to create", type=path_argument, metavar="OUT"),
-        int_flag("--ckpt-step", "checkpoint to convert; default the newest"),
+        int_flag("--ckpt-step", "checkpoint to convert (default: the newest)"),
         switch("--fp8", "write the weights of linear layers as FP8 codes and scales"),
         argument("--fp8-recipe", "recipe of --fp8: blocks of 128 x 128 as in DeepSeek-V3, or one scale per tensor or "
-                 "channel as in compressed-tensors; default the run's", choices=registry.with_export_form()),
-        argument("--max-shard-size", "maximum file size, such as 500MB or 5GB (default 5GB)", type=num_bytes,
+                 "channel as in compressed-tensors (default: the run's)", choices=registry.with_export_form()),
+        argument("--max-shard-size", "maximum file size, such as 500MB or 5GB (default: 5GB)", type=num_bytes,
                  default=num_bytes("5GB"), metavar="SIZE"),
-        argument("--model-type", "family to write, a model_type of config.json such as qwen3; default the first that "
-                 "has the model's features", metavar="TYPE"),
+        argument("--model-type", "family to write, a model_type of config.json such as qwen3 (default: the first "
+                 "that has the model's features)", metavar="TYPE"),
         switch("--ignore-overrides", "convert although the run had --override transformer.FIELD=..."),
         switch("--drop-mtp-layers", "leave out the layers of multi-token prediction, which are not converted"),
     )  # fmt: skip
@@ -71,14 +71,14 @@ def build_parser() -> argparse.ArgumentParser:
         from_hf,
         argument("source", "with config.json and safetensors", type=path_argument, metavar="FOLDER"),
         argument("output", "run folder to create, with a checkpoint of step 0", type=path_argument, metavar="OUT"),
-        int_flag("--make-vocab-size-divisible-by", "pad the vocabulary to a multiple (default 128)"),
+        int_flag("--make-vocab-size-divisible-by", "pad the vocabulary to a multiple (default: 128)"),
         switch("--drop-mtp-layers", "leave out the layers of multi-token prediction of a DeepSeek-V3; default: refuse "
                "them"),
     )  # fmt: skip
     for command in (to_hf, from_hf):
         add_flags(
             command,
-            argument("--dtype", "dtype of the converted weights; default as stored", choices=("bf16", "fp32")),
+            argument("--dtype", "dtype of the converted weights (default: as stored)", choices=("bf16", "fp32")),
             switch("--check-logits", "compare FP32 logits with transformers, which needs the library and memory for "
                    "both models"),
         )  # fmt: skip
@@ -102,7 +102,7 @@ def add_megatron_commands(commands: Any) -> tuple[argparse.ArgumentParser, argpa
         add_flags(
             command,
             argument("output", "run folder to create", type=path_argument, metavar="OUT"),
-            int_flag("--ckpt-step", "checkpoint to convert; default the newest"),
+            int_flag("--ckpt-step", "checkpoint to convert (default: the newest)"),
             switch("--no-load-optim", "convert without optimizer state and schedule"),
         )  # fmt: skip
     return to_megatron, from_megatron

@@ -22,10 +22,10 @@ def build_parser() -> argparse.ArgumentParser:
     return add_flags(
         build_command_parser(__doc__),
         path_flag("--output", "JSON lines file to write", required=True),
-        argument("--max-bytes", "maximum number of bytes of text (default %(default)s)", type=int,
+        argument("--max-bytes", "maximum number of bytes of text (default: %(default)s)", type=int,
                  default=DEFAULT_MAX_BYTES),
-        path_flag("--folder", "folder with the modules; default: the standard library", metavar="D"),
-        argument("--seed", "seed of the order of the documents (default %(default)s)", type=int, default=1234),
+        path_flag("--folder", "folder with the modules (default: the standard library)", metavar="D"),
+        argument("--seed", "seed of the order of the documents (default: %(default)s)", type=int, default=1234),
     )  # fmt: skip
 
 

@@ -36,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = add_flags(
         common.build_command_parser(__doc__),
         path_flag("--load", "folders of runs (their --save)", required=True, nargs="+", metavar="RUN"),
-        int_flag("--ckpt-step", "checkpoints to load of each run; default the newest", nargs="+"),
+        int_flag("--ckpt-step", "checkpoints to load of each run (default: the newest)", nargs="+"),
     )  # fmt: skip
     add_flags(
         parser.add_mutually_exclusive_group(),
@@ -46,14 +46,14 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add_flags(
         parser,
-        argument("--json-key", "key of the text in JSON (default text)", default="text", metavar="KEY"),
-        int_flag("--tokens", "number of tokens to predict, of the run's validation samples complete sequences; default "
-                 "all"),
-        int_flag("--seq-length", "tokens per window, at most the run's; default the run's", metavar="S"),
-        int_flag("--micro-batch-size", "sequences per forward pass; default the run's. Scales of complete tensors "
+        argument("--json-key", "key of the text in JSON (default: text)", default="text", metavar="KEY"),
+        int_flag("--tokens", "number of tokens to predict, of the run's validation samples complete sequences "
+                 "(default: all)"),
+        int_flag("--seq-length", "tokens per window, at most the run's (default: the run's)", metavar="S"),
+        int_flag("--micro-batch-size", "sequences per forward pass (default: the run's); scales of complete tensors "
                  "depend on it, and so do the last digits of the loss"),
         argument("--precision", "checkpoint: the arithmetic of training; high: the same without quantization; bf16, "
-                 f"fp32, or a recipe: {', '.join(registry.names())} (default checkpoint)", choices=PRECISIONS,
+                 f"fp32, or a recipe: {', '.join(registry.names())} (default: checkpoint)", choices=PRECISIONS,
                  default="checkpoint", metavar="P"),
         path_flag("--output", "also write the results to F as JSON", metavar="F"),
         switch("--json", "print JSON instead of the table"),

@@ -35,29 +35,29 @@ def build_parser() -> argparse.ArgumentParser:
     parser = add_flags(
         common.build_command_parser(__doc__),
         path_flag("--load", "folder of the run (its --save)", required=True, metavar="RUN"),
-        int_flag("--ckpt-step", "checkpoint to load; default the newest"),
+        int_flag("--ckpt-step", "checkpoint to load (default: the newest)"),
     )  # fmt: skip
     add_flags(
         parser.add_mutually_exclusive_group(),
-        argument("--prompt", "text to continue; default a new document", default="", metavar="TEXT"),
+        argument("--prompt", "text to continue (default: a new document)", default="", metavar="TEXT"),
         path_flag("--prompt-file", "file with the text to continue, used unchanged", metavar="F"),
     )  # fmt: skip
     add_flags(
         parser,
-        int_flag("--num-samples", "number of continuations (default 1)", default=1),
-        int_flag("--max-new-tokens", "maximum number of tokens of a continuation (default 200)", default=200),
+        int_flag("--num-samples", "number of continuations (default: 1)", default=1),
+        int_flag("--max-new-tokens", "maximum number of tokens of a continuation (default: 200)", default=200),
     )  # fmt: skip
     add_flags(
         parser.add_mutually_exclusive_group(),
-        float_flag("--temperature", "divisor of the logits; lower is less random (default 0.8)", default=0.8),
+        float_flag("--temperature", "divisor of the logits; lower is less random (default: 0.8)", default=0.8),
         switch("--greedy", "always the most probable token"),
     )  # fmt: skip
     add_flags(
         parser,
-        int_flag("--top-k", "sample from the K most probable tokens (default 0: all)", default=0, metavar="K"),
-        float_flag("--top-p", "sample from the fewest tokens with a total probability of P (default 1: all)",
+        int_flag("--top-k", "sample from the K most probable tokens (default: 0, all)", default=0, metavar="K"),
+        float_flag("--top-p", "sample from the fewest tokens with a total probability of P (default: 1, all)",
                    default=1.0, metavar="P"),
-        argument("--seed", "random seed of the first sample; each later one adds 1 (default %(default)s)", type=int,
+        argument("--seed", "random seed of the first sample; each later one adds 1 (default: %(default)s)", type=int,
                  default=1234),
         path_flag("--output", "also write the text to F; for *.jsonl one JSON object per line", metavar="F"),
         switch("--no-cache", "each token takes a forward pass over the text so far, with the arithmetic of training"),

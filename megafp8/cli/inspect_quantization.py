@@ -55,15 +55,15 @@ def build_parser() -> argparse.ArgumentParser:
         argument("source", "a .npy, .pt or .safetensors file; a random matrix, normal:RxC[:DEVIATION] or "
                  "outliers:RxC[:FACTOR]; a run's folder, or one checkpoint in it", type=path_text,
                  metavar="TENSOR_OR_CHECKPOINT"),
-        argument("--recipes", f"recipes to apply; default {' '.join(DEFAULT_RECIPES)}. With --operand grad_output, "
+        argument("--recipes", f"recipes to apply (default: {' '.join(DEFAULT_RECIPES)}); with --operand grad_output, "
                  f"{' and '.join(STOCHASTIC_RECIPES)} uses stochastic rounding", nargs="+", choices=RECIPES,
                  default=DEFAULT_RECIPES),
-        argument("--formats", "FP8 formats; default both", nargs="+", choices=FORMATS, default=FORMATS),
+        argument("--formats", "FP8 formats (default: both)", nargs="+", choices=FORMATS, default=FORMATS),
         argument("--operand", "role of the tensor in a linear layer; some recipes use other blocks for weights "
                  "(default: weight for a checkpoint, else input)", choices=OPERANDS),
         argument("--parameter", f"shell pattern of tensor names (default: {WEIGHTS_OF_LINEARS} for a checkpoint, all "
                  f"matrices of a file)", metavar="PATTERN"),
-        int_flag("--ckpt-step", "step of the checkpoint; default: the newest"),
+        int_flag("--ckpt-step", "step of the checkpoint (default: the newest)"),
         float_flag("--delayed-amax-ratio", "for recipes with an amax history: amax of the history divided by that of "
                    "the tensor; 0.5: the tensor's amax has doubled (default: 1)", default=1.0, metavar="R"),
         argument("--seed", "seed of a random matrix (default: 0)", type=int, default=0),

@@ -42,12 +42,12 @@ def build_parser() -> argparse.ArgumentParser:
         common.build_command_parser(__doc__),
         argument("shards", "path of a shard, without .bin or .idx", nargs="+", type=path_text, metavar="PREFIX"),
         switch("--verify", "read and check every byte"),
-        int_flag("--documents", "number of first documents to show (default 3)", default=3),
-        int_flag("--max-tokens", "tokens to show of each document (default 100)", default=100),
+        int_flag("--documents", "number of first documents to show (default: 3)", default=3),
+        int_flag("--max-tokens", "tokens to show of each document (default: 100)", default=100),
         path_flag("--plot", "plot the lengths of documents to F (.png, .svg, .pdf)", metavar="F"),
         switch("--json", "print JSON instead of text"),
     )  # fmt: skip
-    common.add_tokenizer_flags(parser, "for the text of documents; default: the tokenizer in the manifest")
+    common.add_tokenizer_flags(parser, "for the text of documents (default: the tokenizer in the manifest)")
     return parser
 
 

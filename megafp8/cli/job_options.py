@@ -16,22 +16,22 @@ from megafp8.utils.files import UnreadableFile, path_text, read_text
 
 TEXTS = (
     ("--name", "NAME", "name of the job"),
-    ("--nodes", "N", "number of machines (default 1)"),
+    ("--nodes", "N", "number of machines (default: 1)"),
     ("--gpus-per-node", "N", "GPUs per machine, one rank each (default: 8, for megafp8 torchrun all; 0: CPUs)"),
     ("--ranks-per-node", "N", "ranks per machine without GPUs"),
     ("--cpus-per-node", "N", "cores to request, for shared nodes"),
     ("--time", "LIMIT", "time limit in Slurm's format: HH:MM:SS or D-HH:MM:SS"),
     ("--time-to-save-s", "S", "seconds before the time limit at which the run is signaled to save; enough for a step "
-     "and a checkpoint (default 300)"),
+     "and a checkpoint (default: 300)"),
     ("--partition", "NAME", "Slurm partition"),
     ("--account", "NAME", "Slurm account"),
     ("--project", "DIR", "folder of the checkout, the same on all nodes (default: this one)"),
     ("--setup", "SHELL", "shell commands to run first, such as 'module load cuda'"),
     ("--venv", "DIR", "virtual environment to activate"),
     ("--container", "IMAGE", "container image of the ranks: .sif files run with Apptainer, others with Pyxis"),
-    ("--max-restarts", "N", "maximum number of consecutive restarts without progress in an allocation (default 3; "
+    ("--max-restarts", "N", "maximum number of consecutive restarts without progress in an allocation (default: 3; "
      "no restarts on several machines without Slurm)"),
-    ("--max-requeues", "N", "maximum number of requeues (default 100)"),
+    ("--max-requeues", "N", "maximum number of requeues (default: 100)"),
     ("--array-limit", "N", "for job arrays: runs at the same time"),
     ("--logs", "DIR", "folder for output of the job and its ranks (default: logs/ in --save)"),
     ("--endpoint", "HOST:PORT", "address of the first machine, for several machines without Slurm (megafp8 torchrun)"),

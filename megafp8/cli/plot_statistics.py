@@ -33,8 +33,8 @@ def build_parser() -> argparse.ArgumentParser:
     return add_flags(
         build_command_parser(__doc__),
         argument("run", "folder of a run (its --save)", type=path_text, metavar="RUN"),
-        argument("--field", f"field to plot; default {FIELDS[0]}", choices=FIELDS, default=FIELDS[0]),
-        argument("--recipe", "one of --fp8-what-if; default: the recipe of the run", metavar="NAME"),
+        argument("--field", f"field to plot (default: {FIELDS[0]})", choices=FIELDS, default=FIELDS[0]),
+        argument("--recipe", "one of --fp8-what-if (default: the recipe of the run)", metavar="NAME"),
         path_flag("--output-dir", f"write {PICTURE} and {EXPERTS_PICTURE} here", default=Path("."), metavar="D"),
     )  # fmt: skip
 

@@ -40,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
         argument("--precisions", f"comma-separated: {FP32}, {', '.join(variants.names())}; default: see above. The "
                  "first is the baseline", metavar="NAMES"),
         int_flag("--search-batch", "global batch of the search for the largest micro-batch, whose divisors are tried "
-                 "(default %(default)s; 0: no search)", default=512),
+                 "(default: %(default)s; 0: no search)", default=512),
         float_flag("--memory-limit", "memory that the search may use (default: 95%% of the GPU, or of the machine's "
                    "free memory)", metavar="GIB"),
         argument("--title", "title of the table", default="One model in several precisions"),

@@ -65,15 +65,15 @@ def build_parser() -> argparse.ArgumentParser:
     add_flags(
         text,
         argument("--hf-dataset-config", "configuration of the dataset, such as sample-10BT", metavar="NAME"),
-        argument("--hf-dataset-split", "split of the dataset (default %(default)s)", default="train", metavar="NAME"),
-        argument("--json-keys", "JSON keys or Parquet columns with text; one shard each (default text)", nargs="+",
+        argument("--hf-dataset-split", "split of the dataset (default: %(default)s)", default="train", metavar="NAME"),
+        argument("--json-keys", "JSON keys or Parquet columns with text; one shard each (default: text)", nargs="+",
                  default=["text"], metavar="KEY"),
         argument("--text-separator", "separator of documents in a .txt file, such as '\\n' or '<|endoftext|>' "
                  "(default: each file is one document)", type=_unescape, metavar="TEXT"),
-        int_flag("--max-document-bytes", "maximum size of a document, decompressed; a larger one is an error (default "
+        int_flag("--max-document-bytes", "maximum size of a document, decompressed; a larger one is an error (default: "
                  "%(default)s)", default=MAX_DOCUMENT_BYTES),
         argument("--on-bad-document", "for broken JSON, a missing key, text that is not UTF-8 or ids beyond the "
-                 "vocabulary: fail, or skip the document and list it in PREFIX.skipped.jsonl (default %(default)s)",
+                 "vocabulary: fail, or skip the document and list it in PREFIX.skipped.jsonl (default: %(default)s)",
                  choices=("fail", "skip"), default="fail"),
     )  # fmt: skip
     add_flags(
@@ -87,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
         parser.add_argument_group("work"),
         argument("--workers", "number of tokenizing processes (default: cores, here %(default)s)", type=int,
                  default=len(os.sched_getaffinity(0))),
-        argument("--encoder", "encoder (default %(default)s)", choices=ENCODERS, default=AUTO),
+        argument("--encoder", "encoder (default: %(default)s)", choices=ENCODERS, default=AUTO),
         int_flag("--log-interval", "documents between lines of progress outside a terminal (default: a line every 10 "
                  "seconds)", metavar="DOCUMENTS"),
     )  # fmt: skip

@@ -60,7 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
         parser,
         int_flag("--parallel", "number of runs at the same time on this machine (default: as many as fit on its GPUs; "
                  "1 on a CPU)"),
-        argument("--gpu", "with --dry-run: GPU for which the planner predicts times; default: times of finished runs",
+        argument("--gpu", "with --dry-run: GPU for which the planner predicts times (default: times of finished runs)",
                  choices=sorted(GPUS)),
     )  # fmt: skip
 

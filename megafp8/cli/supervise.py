@@ -39,19 +39,19 @@ log = stderr_log("supervise: ")
 def build_parser() -> argparse.ArgumentParser:
     return add_flags(
         build_command_parser(__doc__),
-        int_flag("--max-restarts", "maximum number of consecutive restarts without progress (default %(default)s)",
+        int_flag("--max-restarts", "maximum number of consecutive restarts without progress (default: %(default)s)",
                  default=DEFAULTS.max_restarts),
-        int_flag("--min-progress-steps", "saved steps that count as progress; 0: every restart counts (default "
+        int_flag("--min-progress-steps", "saved steps that count as progress; 0: every restart counts (default: "
                  "%(default)s)", default=DEFAULTS.min_progress_steps),
         switch("--retry-bad-numbers", "also restart after non-finite numbers (status 65), which faulty hardware may "
                "cause; counts as a restart without progress"),
         float_flag("--backoff-s", "pause before a restart, in seconds; doubled after each restart without progress "
-                   "(default %(default)g)", default=DEFAULTS.backoff_s, metavar="S"),
-        float_flag("--grace-s", "seconds to save after a signal, before torchrun and its ranks are killed (default "
+                   "(default: %(default)g)", default=DEFAULTS.backoff_s, metavar="S"),
+        float_flag("--grace-s", "seconds to save after a signal, before torchrun and its ranks are killed (default: "
                    "%(default)g, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT)", default=DEFAULTS.grace_s, metavar="S"),
         switch("--requeue", "in a Slurm job: requeue the job after a signal, or if restarts failed and other nodes may "
                "help"),
-        int_flag("--max-requeues", "maximum number of requeues (default %(default)s)", default=100),
+        int_flag("--max-requeues", "maximum number of requeues (default: %(default)s)", default=100),
         float_flag("--least-time-s", "with --requeue: do not restart in the last S seconds of the job, after its "
                    "warning signal", default=0.0, metavar="S"),
         path_flag("--run-folder", "the --save of the run, if it is not in the command", metavar="DIR"),

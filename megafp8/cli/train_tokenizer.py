@@ -28,16 +28,16 @@ def build_parser() -> argparse.ArgumentParser:
         build_command_parser(__doc__),
         argument("--input", "text files, in the formats of megafp8 preprocess", nargs="+", type=path_text,
                  required=True),
-        argument("--json-key", "key of the text in a JSON line (default %(default)s)", default="text"),
+        argument("--json-key", "key of the text in a JSON line (default: %(default)s)", default="text"),
         argument("--vocab-size", "number of ids, including 261 fixed ones (byte-bpe: 257)", type=int, required=True),
         argument("--model-prefix", "path prefix of the files to write", type=path_text, required=True,
                  metavar="PREFIX"),
-        argument("--model-type", "type of model (default %(default)s)", choices=tokenizer_training.MODEL_TYPES,
+        argument("--model-type", "type of model (default: %(default)s)", choices=tokenizer_training.MODEL_TYPES,
                  default="bpe"),
         int_flag("--max-text-bytes", "train on the first N bytes of text (default: all of it)"),
-        int_flag("--max-document-bytes", "largest document, decompressed; a longer one is an error (default "
+        int_flag("--max-document-bytes", "largest document, decompressed; a longer one is an error (default: "
                  "%(default)s)", default=MAX_DOCUMENT_BYTES),
-        argument("--num-threads", "threads (default %(default)s)", type=int, default=os.cpu_count() or 1),
+        argument("--num-threads", "threads (default: %(default)s)", type=int, default=os.cpu_count() or 1),
         switch("--overwrite", "replace an existing model"),
     )  # fmt: skip
 

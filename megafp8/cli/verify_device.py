@@ -32,7 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
                  choices=registry.names(), default=list(registry.names()), metavar="NAME"),
         argument("--parts", f"what to compare, of {', '.join(PARTS)} (default: all)", nargs="+", choices=PARTS,
                  default=list(PARTS), metavar="PART"),
-        path_flag("--output", "folder of the report (default %(default)s)", default=Path("runs/device_report"),
+        path_flag("--output", "folder of the report (default: %(default)s)", default=Path("runs/device_report"),
                   metavar="FOLDER"),
     )  # fmt: skip
 
