@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Optional
 
 from megafp8.config import megatron_flags
+from megafp8.config.megatron_flags.replaced import REPLACED
 from megafp8.config.schema.setting import COMMON, OWN, Audience
 from megafp8.config.settings import Setting, all_settings
 from megafp8.errors import ConfigError
@@ -27,7 +28,6 @@ MOST_CHOICES = 80  # characters, in the short help
 GENERAL = "general"
 GROUPS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        GENERAL: ("configuration files, dry runs and help", ""),
         "model": ("shape of the GPT", "hugging_face.md"),
         "rotary embedding": ("rotary position embeddings and YaRN", ""),
         "experts": ("mixture-of-experts layers", "mixture_of_experts.md"),
@@ -45,6 +45,7 @@ GROUPS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "checkpoint": ("saving and loading", "checkpoints.md"),
         "reliability": ("timeouts, signals, bad numbers, spikes", "reliability.md"),
         "logging": ("console, TensorBoard, statistics, profiles", "telemetry.md"),
+        GENERAL: ("configuration files, dry runs and help", ""),
     }
 )
 """Topics of `--help TOPIC` in the order of use: what the flags are for, and the page of docs/ about them."""
@@ -122,11 +123,11 @@ def help_text(topic: str, parser: argparse.ArgumentParser) -> str:
 
 def _short_help(parser: argparse.ArgumentParser) -> str:
     lines = [f"{USAGE}\nexamples:\n{EXAMPLES}"]
-    lines.append(f"{GENERAL}:\n{_table(row for row in general_rows(parser) if row[0].split()[0] in COMMON_GENERAL)}")
     for section in SECTIONS:
         common = [each for each in _shown() if each.audience is COMMON and each.section == section]
         common.sort(key=lambda each: each.group != section)  # the section's own before those of its base classes
         lines.append(f"{section}:\n{_table((_names(each, True), _brief(each)) for each in common)}")
+    lines.append(f"{GENERAL}:\n{_table(row for row in general_rows(parser) if row[0].split()[0] in COMMON_GENERAL)}")
     counts = Counter(each.group for each in _shown())
     groups = ", ".join(f"{name} ({counts[name]})" for name in GROUPS if name != GENERAL)
     more = f"More: --help GROUP, --help FLAG, or --help-all for all {sum(counts.values())} flags. Groups: {groups}."
@@ -152,7 +153,7 @@ def _flag_help(flag: str, parser: argparse.ArgumentParser) -> str:
         return f"{_names(found)}\n{text}\n\n{facts}"
     if rows := [row for row in general_rows(parser) if flag in row[0].replace(",", "").split()]:
         return _table(rows)
-    if new := megatron_flags.REPLACED.get(flag):
+    if new := REPLACED.get(flag):
         return f"{flag} of Megatron-LM is read as {new}\n"
     verdict = megatron_flags.classify(flag, [])
     return f"A flag of Megatron-LM. {verdict.text}\n" if verdict else ""
