@@ -18,24 +18,26 @@ from types import MappingProxyType
 from typing import Any, NoReturn, Optional
 
 from megafp8 import __version__
-from megafp8.config import dimensions, fp8_lm, megatron_flags, model_shapes
+from megafp8.config import dimensions, fp8_lm, megatron_flags, model_shapes, recipe_values
 from megafp8.config import help as flag_help
 from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import (
     Setting,
     all_settings,
-    read_settings,
+    convert_tree,
     settings_by_flag,
+    settings_by_key,
     value_of,
     with_values,
 )
 from megafp8.errors import ConfigError
-from megafp8.utils.files import UnreadableFile, path_text, printable, read_text
+from megafp8.recipes import registry
+from megafp8.utils.files import UnreadableFile, path_text, printable
 from megafp8.utils.numbers import number, whole_number
 
 # ---- Values of settings from all sources, in the order in which they override each other ----------------------------
-#     default  <  checkpoint (--use-checkpoint-args)  <  preset  <  --fp8-lm-level  <  --config file
-#              <  --precision-map file  <  flag
+#     default  <  checkpoint (--use-checkpoint-args)  <  preset  <  --fp8-lm-level  <  --recipe of the file  <  file
+#              <  --recipe flag  <  --precision-map file  <  flag
 #
 # A --model-preset on the command line replaces the model section of the --config file completely, because a mixture of
 # two model shapes is never intended.
@@ -47,8 +49,7 @@ ACCUMULATED = ("overrides", "precision.precision_map")
 def merge(
     base: RunConfig,
     values: dict[str, Any],
-    path: Optional[str],
-    map_path: Optional[str],
+    from_file: dict[str, Any],
     warnings: list[str],
     problems: list[str],
 ) -> tuple[RunConfig, frozenset[str]]:
@@ -56,22 +57,23 @@ def merge(
 
     Args:
         base: the defaults, or the settings of a checkpoint.
-        values: of flags, by setting; entries of the --precision-map file and of lists are added to them.
-        path: the --config file.
-        map_path: the --precision-map file.
+        values: of flags, by setting; entries of the --precision-map file and of lists are added to them. `RECIPE` and
+            `MAP_FILE` are taken out.
+        from_file: of the configuration file, likewise.
         warnings: to which what overrides what is added.
         problems: to which an unknown preset and unreadable files are added.
 
     Returns:
-        The settings, and the names of those that the --config file gives.
+        The settings, and the names of those that the configuration file gives.
     """
     from megafp8.config.model_shapes import PRESETS  # here, so that --help does not import it
 
-    from_file = _read_config(path, problems) if path is not None else {}
+    recipe_of_file, recipe = from_file.pop(RECIPE, None), values.pop(RECIPE, None)
+    map_of_file, map_path = from_file.pop(MAP_FILE, None), values.pop(MAP_FILE, None)
     named = values.get("model.model_preset")
     if named is not None and any(name.startswith("model.") for name in from_file):
         from_file = {name: value for name, value in from_file.items() if not name.startswith("model.")}
-        warnings.append(f"--model-preset {named} replaces the model section of --config {path}")
+        warnings.append(f"--model-preset {named} replaces the model section of the configuration file")
     preset = named if named is not None else from_file.get("model.model_preset")
     if preset is not None and preset not in PRESETS:
         problems.append(f"--model-preset {preset}: unknown preset; presets: {', '.join(PRESETS)}")
@@ -81,12 +83,15 @@ def merge(
     # The level of a checkpoint is already in its other settings.
     level = values.get(fp8_lm.LEVEL, from_file.get(fp8_lm.LEVEL))
     config = with_values(config, fp8_lm.level_values(level, from_file | values) | from_file)
-    if map_path is not None:
-        from_map = _read_precision_map(map_path, problems)
+    if map_path or map_of_file:
+        from_map = _read_precision_map(map_path or map_of_file, problems)
         values["precision.precision_map"] = (*from_map, *values.get("precision.precision_map", ()))
     for name in set(ACCUMULATED) & set(values):
         values[name] = (*value_of(config, name), *values[name])
     config = with_values(config, values)
+    if chosen := recipe or recipe_of_file:
+        own = values if recipe else from_file | values
+        config = recipe_values.apply_recipe(config, chosen, own, warnings, problems)
     if warning := fp8_lm.level_warning(config):
         warnings.append(warning)
     return config, frozenset(from_file)
@@ -108,14 +113,63 @@ def _read_precision_map(path: str, problems: list[str]) -> tuple[str, ...]:
         return ()
 
 
-def _read_config(path: str, problems: list[str]) -> dict[str, Any]:
+def _read_config(parser: argparse.ArgumentParser, path: str, problems: list[str]) -> dict[str, Any]:
+    """The values of a configuration file by setting, and its `RECIPE` and `MAP_FILE`."""
+    from megafp8.config import config_file  # here, so that --help does not import it
+
     try:
-        return read_settings(read_text(path))
+        tree, entries = config_file.read_config(path)
     except ConfigError as error:
-        problems.extend(f"--config {path}: {problem}" for problem in error.problems)
+        problems.extend(error.problems)
+        return {}
     except UnreadableFile as error:
         problems.append(f"--config {path}: cannot be read: {error.reason}")
-    return {}
+        return {}
+    values: dict[str, Any] = {}
+    try:
+        values = convert_tree(tree)
+    except ConfigError as error:
+        problems.extend(f"--config {path}: {problem}" for problem in error.problems)
+    keys: dict[str, config_file.ConfigEntry] = {}  # by what they set
+    for entry in entries:
+        setting = settings_by_key().get(entry.name) if entry.flag not in FILE_FLAGS else None
+        found: list[str] = []
+        if setting is None and entry.flag not in FILE_FLAGS:
+            found.append(f"unknown key `{entry.key}`{_key_hint(parser, entry)}")
+        elif (first := keys.setdefault(setting.name if setting else entry.flag, entry)) is not entry:
+            found.append(f"`{entry.key}` sets the same flag as `{first.key}` ({first.source}): keep one")
+        elif setting is not None and setting.type is bool and not setting.many:
+            _read_switch(setting, entry.flag, entry.value, values, found)
+        elif isinstance(entry.value, bool):
+            found.append(f"`{entry.key}` takes a value, not {str(entry.value).lower()}")
+        elif entry.value == () and setting is not None and setting.many:
+            values[setting.name] = ()
+        else:
+            words = (entry.value,) if isinstance(entry.value, str) else entry.value
+            _read_option(parser, [setting.flags[0] if setting else entry.flag, *words], values, found)
+        problems.extend(f"{entry.source}: {problem}" for problem in found)
+    return values
+
+
+def _read_switch(setting: Setting, flag: str, value: Any, values: dict[str, Any], problems: list[str]) -> None:
+    if isinstance(value, bool):
+        values[setting.name] = value is (flag not in setting.off)
+    elif value == "none" and setting.optional:
+        values[setting.name] = None
+    else:
+        problems.append(f"{flag}: {value!r} is not true or false")
+
+
+def _key_hint(parser: argparse.ArgumentParser, entry: Any) -> str:
+    """What to write in place of an unknown key of a configuration file."""
+    if entry.flag in megatron_flags.REPLACED:
+        return f": it is {megatron_flags.REPLACED[entry.flag]} here"
+    if verdict := megatron_flags.classify(entry.flag, ()):
+        return f": {verdict.reason}"
+    suggestion = _suggestion(parser, entry.flag)
+    if "did you mean" not in suggestion:
+        return "; a key is a flag of `megafp8 pretrain --help` without its dashes"
+    return re.sub(r"--[a-z0-9-]+", lambda flag: f"`{flag[0][2:].replace('-', '_')}`", suggestion)
 
 
 # ---- The table that --list-presets prints ---------------------------------------------------------------------------
@@ -142,6 +196,10 @@ def preset_table() -> str:
 
 # ----------------------------------------------------------------------------------------------------------------------
 
+RECIPE, MAP_FILE = "recipe", "precision_map_file"
+"""Options whose values are those of other settings."""
+FILE_FLAGS = ("--recipe", "--precision-map")
+"""Flags that are no settings and that a configuration file may give."""
 TARGETS = ("cpu", "h100", "h200", "b200")
 _NEGATIVE_NUMBER = re.compile(r"-\.?\d")
 
@@ -198,18 +256,19 @@ def parse_with_problems(
     if (topic := flag_help.requested_topic(argv)) is not None:
         sys.stdout.write(flag_help.help_text(topic, parser))
         raise SystemExit(0)
-    expanded, warnings = megatron_flags.replace(_options_of(argv))
+    of_sources: list[str] = []
+    expanded, warnings = megatron_flags.replace(_with_config_flag(_options_of(argv), of_sources))
     values: dict[str, Any] = {}
     found: list[list[str]] = [[] for _ in expanded]  # problems of each option
     for option, problems in zip(expanded, found, strict=True):
         if option[0] in parser._option_string_actions:
             _read_option(parser, option, values, problems)
-    config_path, map_path = values.pop("config", None), values.pop("precision_map_file", None)
+    config_path = values.pop("config", None)
     options = {name: values.pop(name) for name in ("dry_run", "world_size", "target") if name in values}
-    given = frozenset(values)
+    given = frozenset(values) - {RECIPE, MAP_FILE}
     base = with_values(RunConfig(), from_checkpoint)
-    of_sources: list[str] = []
-    config, from_file = merge(base, values, config_path, map_path, warnings, of_sources)
+    of_file = _read_config(parser, config_path, of_sources) if config_path is not None else {}
+    config, from_file = merge(base, values, of_file, warnings, of_sources)
     given_flags = {option[0] for option in expanded} | flags_set(config)
     unknown = [
         (option, problems) for option, problems in zip(expanded, found, strict=True)
@@ -247,8 +306,14 @@ cached_parser = functools.lru_cache(maxsize=1)(build_parser)
 
 def _add_general_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--config", type=path_text, metavar="FILE", help="read settings from this JSON file; flags override them"
-    )
+        "--config", type=path_text, metavar="FILE", help="read settings from this YAML or JSON file, which may also be "
+        "the first word; flags override them (see docs/configs.md)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--recipe", choices=recipe_values.names(), metavar="NAME", help="recipe of the linear layers with its tested "
+        f"format and options, as defaults of other flags, and --bf16: {', '.join(recipe_values.names())} (see "
+        "docs/recipes.md)",
+    )  # fmt: skip
     parser.add_argument(
         "--precision-map", dest="precision_map_file", type=path_text, metavar="FILE",
         help="YAML file with recipes of linear layers and GEMMs; entries of --precision take precedence (see "
@@ -294,6 +359,8 @@ def _converter(setting: Setting) -> Callable[[str], Any]:
         if text in words:
             return words[text]
         value = convert(text)
+        if hint := registry.family_hint(text, setting.choices):
+            raise argparse.ArgumentTypeError(hint)
         if setting.choices and value not in setting.choices:
             raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from {', '.join([*known, *words])})")
         if problem := setting.problem(value):
@@ -314,6 +381,16 @@ class _ListPresets(argparse.Action):
 
 
 # ---- one option at a time -----------------------------------------------------------------------------------------
+
+
+def _with_config_flag(options: list[list[str]], problems: list[str]) -> list[list[str]]:
+    """The options, with --config before a configuration file that is the first word."""
+    if not options or options[0][0] or not options[0][1].endswith((".yaml", ".yml", ".json")):
+        return options
+    if any(flag == "--config" for flag, *_ in options):
+        problems.append(f"{options[0][1]} and --config are both given: keep one configuration file")
+        return options[1:]
+    return [["--config", options[0][1]], *options[1:]]
 
 
 def _options_of(argv: Sequence[str]) -> list[list[str]]:
@@ -459,8 +536,8 @@ def drop_follow_ups(found: list[str], problems: list[str]) -> list[str]:
         problems: found by the parser. Rules see another value than one that it could not read, and no layers where
             `--hybrid-layer-pattern`, which is refused, gives them.
     """
-    starts = (re.match(r"--[a-z0-9-]+(, --[a-z0-9-]+)*", problem) for problem in problems)
-    misread = {flag for start in starts if start for flag in start[0].split(", ")}
+    starts = (re.match(r"(?:\S+:\d+: )?(--[a-z0-9-]+(, --[a-z0-9-]+)*)", problem) for problem in problems)
+    misread = {flag for start in starts if start for flag in start[1].split(", ")}
     left = [problem for problem in found if problem.split(" ", 1)[0].rstrip(":") not in misread]
     is_hybrid = any(flag.startswith("--hybrid-") for flag in misread)
     return [problem for problem in left if not (is_hybrid and re.match(r"--num-layers\b.*: missing;", problem))]

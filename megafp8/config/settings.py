@@ -20,6 +20,7 @@ from typing import Any, Union
 from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.schema.setting import Audience, Range, Role
 from megafp8.errors import ConfigError
+from megafp8.recipes import registry
 from megafp8.utils.files import UnreadableFile, path_problem, printable
 from megafp8.utils.strict_json import parse_json
 
@@ -129,6 +130,15 @@ def settings_by_flag() -> Mapping[str, Setting]:
 
 
 @functools.lru_cache(maxsize=1)
+def settings_by_key() -> Mapping[str, Setting]:
+    """Every setting by the keys of configuration files: its flags and its field, with `_` for `-`."""
+    return types.MappingProxyType(
+        {each.field: each for each in all_settings()}
+        | {flag.removeprefix("--").replace("-", "_"): each for flag, each in settings_by_flag().items()}
+    )
+
+
+@functools.lru_cache(maxsize=1)
 def settings_by_name() -> Mapping[str, Setting]:
     """Every setting by its `section.field` name."""
     return types.MappingProxyType({setting.name: setting for setting in all_settings()})
@@ -213,6 +223,15 @@ def read_settings(text: str) -> dict[str, Any]:
         raise ConfigError(error.reason) from error
     if not isinstance(tree, dict):
         raise ConfigError(f"not a JSON object of sections, but a {type(tree).__name__}")
+    return convert_tree(tree)
+
+
+def convert_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by section, as JSON has them, to values by `section.field` name.
+
+    Raises:
+        ConfigError: unknown settings, or values of the wrong type, with all problems.
+    """
     values: dict[str, Any] = {}
     problems: list[str] = []
     for name, value in _flatten(tree).items():
@@ -260,7 +279,7 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
     return tree
 
 
-def _flatten(tree: dict[str, Any]) -> dict[str, Any]:
+def _flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
     sections = {setting.section for setting in all_settings()} - {""}
     flat: dict[str, Any] = {}
     for key, value in tree.items():
@@ -294,6 +313,8 @@ def _convert_one(setting: Setting, value: Any) -> Any:
         raise ValueError(f"{value!r} is not of type {setting.type.__name__}")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{value} is not a finite number")
+    if hint := registry.family_hint(value, setting.choices):
+        raise ValueError(hint)
     if setting.choices and value not in setting.choices:
         raise ValueError(f"{value!r} is not one of {', '.join(map(str, setting.choices))}")
     if problem := setting.problem(value):

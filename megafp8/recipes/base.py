@@ -237,6 +237,7 @@ class Recipe:
         build: makes the rules from a format and the options by name. Its keywords have the settings' defaults.
         option_names: settings in `config/schema/precision.py` that `build` takes.
         run_option_names: further settings that have an effect under this recipe only, but do not change the rules.
+        tested_options: options by name that `--recipe` sets beside the format: those of the benchmarks and the tests.
         resume_option_names: options that must not change on resume without --override-precision.
         gemm_alignment: every dimension of a quantized GEMM must be a multiple of this. Source: Transformer Engine's
             `get_align_size_for_quantization`, megatron-core's `get_fp8_align_size`.
@@ -267,6 +268,7 @@ class Recipe:
     build: Callable[..., LinearRecipe]
     option_names: tuple[str, ...] = ()
     run_option_names: tuple[str, ...] = ()
+    tested_options: tuple[tuple[str, Any], ...] = ()
     resume_option_names: tuple[str, ...] = ()
     gemm_alignment: int = 16
     native_capabilities: CapabilityRanges = ()
@@ -379,6 +381,13 @@ class Recipe:
     def flag(self) -> str:
         """The flag that selects it, for example `--fp8-recipe mxfp8`."""
         return f"--{self.family}-recipe {self.name}"
+
+    def tested_format(self, has_experts: bool) -> str:
+        """The format that `--recipe` sets: the default, or one in which the experts of a mixture run in one launch."""
+        one_launch = self.grouped_gemm_formats
+        if has_experts and one_launch and self.default_format not in one_launch:
+            return one_launch[0]
+        return self.default_format
 
 
 # ---- helpers for the modules of recipes ---------------------------------------------------------------------------

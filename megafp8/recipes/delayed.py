@@ -43,6 +43,8 @@ RECIPE = Recipe(
     description="one scale per tensor, from the amaxes of previous steps (delayed scaling)",
     build=build,
     option_names=("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "tp_only_amax_red"),
+    # Transformer Engine's defaults. Megatron-LM's flags alone give a history of one step.
+    tested_options=(("fp8_amax_history_len", 1024), ("fp8_amax_compute_algo", "max")),
     run_option_names=("fp8_delayed_start",),
     resume_option_names=("fp8_margin", "fp8_amax_compute_algo"),
     native_capabilities=(((8, 9), ANY_LATER),),

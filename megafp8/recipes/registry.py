@@ -13,8 +13,8 @@ import importlib
 import os
 import pkgutil
 import runpy
-from collections.abc import Iterator
-from typing import Optional
+from collections.abc import Collection, Iterator
+from typing import Any, Optional
 
 from megafp8.errors import ConfigError
 from megafp8.recipes.base import Recipe
@@ -84,6 +84,15 @@ def with_fp8_attention() -> tuple[str, ...]:
 def with_setting(field: str) -> tuple[str, ...]:
     """Names of the recipes without which a field of `PrecisionConfig` has no effect; empty for the other fields."""
     return tuple(each.name for each in recipes() if field in each.setting_names)
+
+
+def family_hint(name: str, choices: Collection[Any]) -> str:
+    """What to write for a recipe that is no choice of a flag because it is one of the other family; else empty."""
+    if name not in names() or name in choices or not choices or not set(choices) < set(names()):
+        return ""
+    recipe = get(name)
+    flags = f"--{recipe.family}-format {recipe.default_format} {recipe.flag}"
+    return f"{name} is an {recipe.family.upper()} recipe: use --recipe {name}, or {flags}"
 
 
 def clear_cache() -> None:

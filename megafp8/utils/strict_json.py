@@ -27,12 +27,13 @@ def read_json(path: AnyPath, max_bytes: int = MAX_BYTES) -> Any:
     return parse_json(read_bytes(path, max_bytes), path)
 
 
-def parse_json(text: Union[str, bytes], path: Optional[AnyPath] = None) -> Any:
+def parse_json(text: Union[str, bytes], path: Optional[AnyPath] = None, *, unique_keys: bool = False) -> Any:
     """Parse JSON text.
 
     Args:
         text: bytes are UTF-8.
         path: source of the text, for error messages.
+        unique_keys: refuse an object with equal keys, of which Python keeps the last one.
 
     Raises:
         UnreadableFile: the text is not JSON, has a number that is not finite or longer than `MAX_NUMBER_LENGTH`
@@ -40,7 +41,10 @@ def parse_json(text: Union[str, bytes], path: Optional[AnyPath] = None) -> Any:
     """
     text = decode(text, path) if isinstance(text, bytes) else text
     try:
-        tree = json.loads(text, parse_int=_whole_number, parse_float=_number, parse_constant=_refuse_constant)
+        tree = json.loads(
+            text, parse_int=_whole_number, parse_float=_number, parse_constant=_refuse_constant,
+            object_pairs_hook=_unique if unique_keys else None,
+        )  # fmt: skip
         if _SURROGATE.search(text):
             json.dumps(tree, ensure_ascii=False).encode()
     except RecursionError:  # `from None`, because its traceback has a thousand frames
@@ -96,6 +100,15 @@ def _number(text: str) -> float:
     if not math.isfinite(value):
         raise UnreadableFile(f"the number {text} is too large")
     return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise UnreadableFile(f"{key!r} is given twice: keep one")
+        found[key] = value
+    return found
 
 
 def _refuse_constant(text: str) -> NoReturn:
