@@ -93,13 +93,13 @@ def read_arguments(
     for name in ("environment", "sbatch"):
         if name in given:
             given[name] = dict(pair.partition("=")[::2] for pair in given[name])
-    text = ""
-    if "job_file" in arguments:
+    text, path = "", getattr(arguments, "job_file", "")
+    if path:
         try:
-            text = read_text(arguments.job_file, strict_yaml.MAX_BYTES)
+            text = read_text(path, strict_yaml.MAX_BYTES)
         except UnreadableFile as error:
-            raise ConfigError(f"{arguments.job_file}: cannot be read: {error.reason}") from None
-    return arguments, read_job(text, given, training, default)
+            raise ConfigError(f"{path}: cannot be read: {error.reason}") from None
+    return arguments, read_job(text, given, training, default, path)
 
 
 def check_training(job: Job) -> None:

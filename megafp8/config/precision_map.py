@@ -91,7 +91,7 @@ class MapFileEntry(str):
     """The text of an entry from a file.
 
     Attributes:
-        source: for error messages: `--precision-map map.yaml: line 3`.
+        source: for error messages: `--precision-map map.yaml:3`.
     """
 
     source: str

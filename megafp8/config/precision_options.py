@@ -39,50 +39,40 @@ def read_map(path: str) -> tuple[MapFileEntry, ...]:
         raise ConfigError(f"--precision-map {path}: cannot be read: {error.reason}") from error
     try:
         return tuple(_file_entry(path, line, entry) for line, entry in _parse_entries(text))
-    except ValueError as error:
-        raise ConfigError(f"--precision-map {path}: {error}") from error
+    except UnreadableFile as error:
+        # The most likely syntax error: * begins an alias.
+        hint = ": a pattern that starts with * needs quotes, as in '*.linear_fc2': bf16" * ("'*" in error.reason)
+        raise ConfigError(f"--precision-map {error.located(path)}{hint}") from error
 
 
-def _file_entry(path: str, line: str, text: str) -> MapFileEntry:
+def _file_entry(path: str, line: int, text: str) -> MapFileEntry:
     entry = MapFileEntry(text)
-    entry.source = f"--precision-map {path}: {line}"
+    entry.source = f"--precision-map {path}:{line}"
     return entry
 
 
-def _parse_entries(text: str) -> Iterator[tuple[str, str]]:
+def _parse_entries(text: str) -> Iterator[tuple[int, str]]:
     """The line and the text of each entry."""
     import yaml  # here, because --help imports this module
 
-    try:
-        root = strict_yaml.compose_yaml(text)
-    except UnreadableFile as error:
-        raise ValueError(_syntax_error(text, error)) from error
-    for pattern, value in _mapping_items(root, "the file"):
+    for pattern, value in _mapping_items(strict_yaml.compose_yaml(text), "the file"):
         if isinstance(value, yaml.ScalarNode):
             yield _line_of(pattern), f"{pattern.value}={value.value}"
             continue
         given: dict[str, str] = {}
         for gemms, recipe in _mapping_items(value, pattern.value):
             if not isinstance(recipe, yaml.ScalarNode):
-                raise ValueError(f"{_line_of(recipe)}: {pattern.value}, {gemms.value}: expected the name of a recipe")
+                raise UnreadableFile(
+                    f"{pattern.value}, {gemms.value}: expected the name of a recipe", line=_line_of(recipe)
+                )
             # The keys of a mapping have no order, so `dgrad` and `dgrad,wgrad` contradict each other.
             for gemm in gemms.value.split(","):
                 if (before := given.setdefault(gemm, gemms.value)) != gemms.value:
-                    raise ValueError(
-                        f"{_line_of(gemms)}: {pattern.value}: {before!r} and {gemms.value!r} both set {gemm}; give "
-                        "each GEMM once"
+                    raise UnreadableFile(
+                        f"{pattern.value}: {before!r} and {gemms.value!r} both set {gemm}; give each GEMM once",
+                        line=_line_of(gemms),
                     )
             yield _line_of(gemms), f"{pattern.value}:{gemms.value}={recipe.value}"
-
-
-def _syntax_error(text: str, error: UnreadableFile) -> str:
-    """The message for a syntax error, with the most likely fix."""
-    mark, problem = getattr(error.__cause__, "problem_mark", None), getattr(error.__cause__, "problem", None)
-    if mark is None or problem is None:
-        return error.reason
-    line = next(iter(text.splitlines()[mark.line :]), "").strip()
-    hint = ": a pattern that starts with * needs quotes, as in '*.linear_fc2': bf16"
-    return f"line {mark.line + 1}: not YAML: {line!r}: {problem}" + (hint if line.startswith("*") else "")
 
 
 def _mapping_items(node: Any, name: str) -> Iterator[tuple[Any, Any]]:
@@ -90,23 +80,23 @@ def _mapping_items(node: Any, name: str) -> Iterator[tuple[Any, Any]]:
     import yaml
 
     if not isinstance(node, yaml.MappingNode):
-        where = "" if node is None else f"{_line_of(node)}: "
-        raise ValueError(f"{where}{name} must map patterns to recipes, as in '*.linear_fc2': bf16")
+        line = None if node is None else _line_of(node)
+        raise UnreadableFile(f"{name} must map patterns to recipes, as in '*.linear_fc2': bf16", line=line)
     if not node.value:
-        raise ValueError(f"{_line_of(node)}: {name} is empty; give at least one recipe")
+        raise UnreadableFile(f"{name} is empty; give at least one recipe", line=_line_of(node))
     seen: set[str] = set()
     for key, value in node.value:
         if not isinstance(key, yaml.ScalarNode):
-            raise ValueError(f"{_line_of(key)}: a key must be a plain string")
+            raise UnreadableFile("a key must be a plain string", line=_line_of(key))
         # PyYAML would silently keep the last of two equal keys.
         if key.value in seen:
-            raise ValueError(f"{_line_of(key)}: {key.value} is given twice")
+            raise UnreadableFile(f"{key.value} is given twice", line=_line_of(key))
         seen.add(key.value)
         yield key, value
 
 
-def _line_of(node: Any) -> str:
-    return f"line {node.start_mark.line + 1}"
+def _line_of(node: Any) -> int:
+    return int(node.start_mark.line) + 1
 
 
 RECIPE_FAMILIES = ("fp8", "fp4")

@@ -17,7 +17,8 @@ from megafp8.errors import ConfigError
 from megafp8.launch.node_check import NODE_CHECK_TIMEOUT_S
 from megafp8.utils.files import UnreadableFile
 from megafp8.utils.formatting import control_problems
-from megafp8.utils.strict_yaml import parse_yaml
+from megafp8.utils.strict_yaml import key_lines, parse_yaml
+from megafp8.utils.suggestions import unknown_keys
 
 # Time that srun and the supervisor need to end after the run has saved.
 SIGNAL_MARGIN_S = 60
@@ -133,6 +134,10 @@ class Job:
         return self.logs or f"{self.run_folder or 'runs'}/logs"
 
 
+FIELDS = {each.name: str(each.type) for each in dataclasses.fields(Job)}
+"""The annotation of each field of a job file."""
+
+
 def signal_lead_s(job: Job) -> int:
     """Time before its time limit at which a job gets a signal."""
     return job.time_to_save_s + SIGNAL_MARGIN_S
@@ -240,6 +245,7 @@ def read_job(
     given: Mapping[str, Any],
     training: Sequence[str] = (),
     default: Optional[Mapping[str, str]] = None,
+    path: object = "the job file",
 ) -> Job:
     """Read a job from the text of a job file (YAML) and from flags. `check_job` checks it.
 
@@ -249,6 +255,7 @@ def read_job(
         given: fields that override the file's; mappings are merged.
         training: flags of training to append.
         default: fields that the file overrides.
+        path: of the file, for messages.
 
     Raises:
         ConfigError: the text is no YAML, or its fields are unknown, of another type or missing.
@@ -256,9 +263,12 @@ def read_job(
     try:
         plain = parse_yaml(text, as_written=True) or {}
     except UnreadableFile as error:
-        raise ConfigError(f"the job file cannot be read: {error.reason}") from None
+        raise ConfigError(error.located(path)) from None
     if not isinstance(plain, dict):
-        raise ConfigError("the job file must be a mapping of fields")
+        raise ConfigError(f"{path}: must be a mapping of fields, such as nodes: 8")
+    lines = {keys[0]: line for keys, line in key_lines(text).items() if len(keys) == 1}
+    if unknown := unknown_keys(lines, FIELDS, path):
+        raise ConfigError(unknown)
     merged = {**(default or {}), **plain, **given}
     for name in plain.keys() & given.keys():
         if isinstance(plain[name], dict) and isinstance(given[name], dict):
@@ -272,14 +282,13 @@ def build_job(plain: Mapping[str, Any], training: Sequence[str] = ()) -> Job:
     Raises:
         ConfigError: fields are unknown, of another type or missing.
     """
-    fields = {field.name: str(field.type) for field in dataclasses.fields(Job)}
-    problems = [f"{name}: no such field; the fields are {', '.join(fields)}" for name in plain if name not in fields]
+    problems = unknown_keys(dict.fromkeys(plain), FIELDS)
     if "name" not in plain:
         problems.append("name: missing")
     values: dict[str, Any] = {"training": ()}
-    for name in plain.keys() & fields.keys():
+    for name in plain.keys() & FIELDS.keys():
         try:
-            values[name] = parse_field(fields[name], plain[name])
+            values[name] = parse_field(FIELDS[name], plain[name])
         except ValueError as error:
             problems.append(f"{name}: {error}")
     if problems:

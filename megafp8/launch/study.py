@@ -48,9 +48,10 @@ from megafp8.errors import ConfigError
 from megafp8.launch.job import name_problems
 from megafp8.planning import plan
 from megafp8.utils import numbers
-from megafp8.utils.files import UnreadableFile, path_problem, printable
+from megafp8.utils.files import UnreadableFile, path_problem, printable, read_text
 from megafp8.utils.formatting import control_problems
-from megafp8.utils.strict_yaml import read_yaml
+from megafp8.utils.strict_yaml import MAX_BYTES, key_lines, parse_yaml
+from megafp8.utils.suggestions import unknown_keys
 
 SIZE_KEYS = ("tokens", "tokens_per_parameter", "gpus")
 """Numbers of a run that are not training flags."""
@@ -105,12 +106,17 @@ def read_study(path: Path, folder: Optional[Path] = None) -> Study:
     """
     try:
         # All values are read as text: YAML's usual reader makes 86400 of 24:00:00, and a number of 0.1 but not of 1e-3.
-        plain = read_yaml(path, as_written=True)
+        text = read_text(path, MAX_BYTES)
     except UnreadableFile as error:
         raise ConfigError(f"{path}: cannot be read: {error.reason}") from None
+    try:
+        plain = parse_yaml(text, path, as_written=True)
+    except UnreadableFile as error:
+        raise ConfigError(str(error)) from None
     if not isinstance(plain, dict):
         raise ConfigError(f"{path}: must be a mapping with the keys {', '.join(KEYS)}")
-    problems = [f"unknown key {key!r}; the keys are {', '.join(KEYS)}" for key in plain if key not in KEYS]
+    lines = {keys[0]: line for keys, line in key_lines(text).items() if len(keys) == 1}
+    unknown, problems = unknown_keys(lines, KEYS, path), list[str]()
     common = read_option(
         "", {key: plain[key] for key in ("flags", *SIZE_KEYS) if key in plain}, "of all runs", problems
     )
@@ -132,8 +138,8 @@ def read_study(path: Path, folder: Optional[Path] = None) -> Study:
                 problems += control_problems(f"grid: {axis}", (option.name, *option.flags))
     if problem := path_problem(str(folder)):
         problems.append(f"folder: {printable(str(folder))} {problem}")
-    if problems:
-        raise ConfigError([f"{path}: {problem}" for problem in problems])
+    if unknown or problems:
+        raise ConfigError([*unknown, *(f"{path}: {problem}" for problem in problems)])
     return Study(path=path, name=name, folder=folder, common=common, grids=grids, slurm=slurm)
 
 
@@ -170,10 +176,7 @@ def read_value(axis: str, value: Any, problems: list[str]) -> Option:
 def read_option(name: str, plain: Any, where: str, problems: list[str]) -> Option:
     """Read an option: flags as text, or a mapping of flags and sizes."""
     plain = plain if isinstance(plain, dict) else {"flags": plain}
-    problems += [
-        f"{where}: unknown key {key!r}; the keys are flags, {', '.join(SIZE_KEYS)}"
-        for key in plain if key not in ("flags", *SIZE_KEYS)
-    ]  # fmt: skip
+    problems += [f"{where}: {text}" for text in unknown_keys(dict.fromkeys(plain), ("flags", *SIZE_KEYS))]
     flags = plain.get("flags") or ""
     if not isinstance(flags, str):
         problems.append(f"{where}: {flags!r} must be a string of flags")

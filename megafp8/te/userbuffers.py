@@ -70,7 +70,7 @@ def read_settings(path: Optional[str]) -> Optional[dict[str, Any]]:
     try:
         table = read_yaml(path)
     except UnreadableFile as error:
-        raise ConfigError(f"--tp-comm-overlap-cfg {path}: cannot be read: {error.reason}") from error
+        raise ConfigError(f"--tp-comm-overlap-cfg {error}") from error
     if not isinstance(table, dict) or not all(isinstance(entry, dict) for entry in table.values()):
         raise ConfigError(
             f"--tp-comm-overlap-cfg {path}: give a table of settings for each GEMM, such as "

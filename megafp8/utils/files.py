@@ -174,13 +174,20 @@ class UnreadableFile(ValueError):
 
     Attributes:
         path: None for text that came from no file.
-        reason: what is wrong, without the path.
+        reason: what is wrong, without path and line.
+        line: of the text that cannot be parsed; None if it is not known.
         is_missing: whether the file does not exist.
     """
 
-    def __init__(self, reason: str, path: Optional[AnyPath] = None, *, is_missing: bool = False):
-        self.reason, self.path, self.is_missing = reason, path, is_missing
-        super().__init__(reason if path is None else f"{path}: {reason}")
+    def __init__(
+        self, reason: str, path: Optional[AnyPath] = None, *, line: Optional[int] = None, is_missing: bool = False
+    ):
+        self.reason, self.path, self.line, self.is_missing = reason, path, line, is_missing
+        super().__init__(reason if path is None else self.located(path))
+
+    def located(self, path: object) -> str:
+        """`PATH:LINE: reason` for text that cannot be parsed, else `PATH: reason`."""
+        return f"{path}{f':{self.line}' if self.line else ''}: {self.reason}"
 
 
 def open_regular(path: AnyPath) -> BinaryIO:

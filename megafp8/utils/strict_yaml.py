@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any, Optional
 
-from megafp8.utils.files import AnyPath, UnreadableFile, read_text
+from megafp8.utils.files import AnyPath, UnreadableFile, printable, read_text
 from megafp8.utils.strict_json import MAX_DEPTH, check_number, too_deep
 
 MAX_BYTES = 1 << 20
@@ -51,6 +51,21 @@ def compose_yaml(text: str) -> Any:
     return _parse(text, None, as_written=False, has_values=False)
 
 
+def key_lines(text: str) -> dict[tuple[str, ...], int]:
+    """The line of every key of a valid text's mappings, by the keys that lead to it: `{("model", "hidden_size"): 3}`.
+
+    Mappings in lists are left out.
+    """
+    lines: dict[tuple[str, ...], int] = {}
+    pending: list[tuple[tuple[str, ...], Any]] = [((), compose_yaml(text))]
+    for outer, node in pending:
+        for key, value in node.value if getattr(node, "id", "") == "mapping" else ():
+            path = (*outer, str(key.value))
+            lines[path] = key.start_mark.line + 1
+            pending.append((path, value))
+    return lines
+
+
 def _parse(text: str, path: Optional[AnyPath], as_written: bool, has_values: bool) -> Any:
     import yaml  # here, because --help imports this module
 
@@ -64,7 +79,13 @@ def _parse(text: str, path: Optional[AnyPath], as_written: bool, has_values: boo
     except RecursionError:  # `from None`, because its traceback has a thousand frames
         raise too_deep(path) from None
     except UnreadableFile as error:
-        raise UnreadableFile(error.reason, path) from None
+        raise UnreadableFile(error.reason, path, line=error.line) from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        if mark is None:
+            raise UnreadableFile(f"not YAML: {error.problem}", path) from error
+        written = next(iter(text.splitlines()[mark.line :]), "").strip()
+        raise UnreadableFile(f"not YAML: {printable(written)!r}: {error.problem}", path, line=mark.line + 1) from error
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # also escapes and numbers that are out of range
         raise UnreadableFile(f"not YAML: {error}", path) from error
 
@@ -78,11 +99,11 @@ def _check_node(node: Any, sizes: dict[int, tuple[int, int]]) -> tuple[int, int]
     """
     if id(node) in sizes:
         if sizes[id(node)] == (0, 0):
-            raise UnreadableFile(f"line {node.start_mark.line + 1}: an anchor that holds itself")
+            raise UnreadableFile("an anchor that holds itself", line=node.start_mark.line + 1)
         return sizes[id(node)]
     sizes[id(node)] = (0, 0)
     if node.tag not in _KNOWN:
-        raise UnreadableFile(f"line {node.start_mark.line + 1}: {node.tag.replace(_TAG, '!!')} is not supported")
+        raise UnreadableFile(f"{node.tag.replace(_TAG, '!!')} is not supported", line=node.start_mark.line + 1)
     num_nodes, depth = 1, 0
     if isinstance(node.value, str):
         _check_scalar(node)
@@ -105,4 +126,4 @@ def _check_scalar(node: Any) -> None:
     if node.tag == f"{_TAG}float":
         number = node.value.replace("_", "").lower().lstrip("+-")
         if number in (".inf", ".nan") or (":" not in number and not math.isfinite(float(number))):
-            raise UnreadableFile(f"line {node.start_mark.line + 1}: {node.value} is not a finite number")
+            raise UnreadableFile(f"{node.value} is not a finite number", line=node.start_mark.line + 1)

@@ -83,7 +83,7 @@ def test_runs_of_an_array_are_lines() -> None:
         ({"name": None}, "name: missing"),
         ({"nodes": "0"}, "nodes: 0: at least 1"),
         ({"nodes": "many"}, "nodes: 'many': must be an integer"),
-        ({"node": "2"}, "node: no such field"),
+        ({"node": "2"}, "unknown key 'node'; did you mean nodes?"),
         ({"exclusive": "yes"}, "true or false"),
         ({"environment": ["A"]}, "must be a mapping"),
         ({"environment": {"A B": "1"}}, "not a valid variable name"),
@@ -128,7 +128,17 @@ def test_all_job_errors_are_reported_together() -> None:
     assert len(refused.value.problems) == 4
 
 
-@pytest.mark.parametrize("text", ["- a list", "a: [", "just words"])
-def test_invalid_job_files_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="job file"):
-        read_job(text, {})
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("- a list", "j.yaml: must be a mapping"),
+        ("name: a\n b: 1", "j.yaml:2: not YAML: 'b: 1': mapping values are not allowed here"),
+        ("just words", "j.yaml: must be a mapping"),
+        ("name: a\nnode: 2\nzone: x", "j.yaml:2: unknown key 'node'; did you mean nodes?"),
+        ("name: a\nzone: x\nplace: y", "j.yaml:3: unknown key 'place'\n"),
+    ],
+)
+def test_invalid_job_files_are_refused(text: str, told: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read_job(text, {}, path="j.yaml")
+    assert told in f"{refused.value}\n" and str(refused.value).count("the keys are") <= 1

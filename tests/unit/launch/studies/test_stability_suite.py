@@ -141,7 +141,7 @@ def test_wrong_suites_are_refused(tmp_path: Path, fields: dict, text: str) -> No
         (["--parts", "continuation", "--checkpoint", "nowhere"], "--checkpoint nowhere: no such folder"),
         (["--parts", "continuation", "--checkpoint", "."], "--checkpoint .: has no complete checkpoint"),
         (["--parts", "pairs", "--slurm"], "(--job sbatch.mem=64G); or use --job exclusive=true"),
-        (["--parts", "pairs", "--slurm", "--job", "bogus=1"], "--job: bogus: no such field"),
+        (["--parts", "pairs", "--slurm", "--job", "bogus=1"], "--job: unknown key 'bogus'; the keys are name, "),
         (["--slurm", "--job", "sbatch={mem:64G}"], "give its keys one by one, as in --job sbatch.KEY=VALUE"),
         (["--slurm", "--job", "time.x=1"], "--job time.x=1: time has no keys"),
         (["--slurm", "--job", "time"], "--job time: must be KEY=VALUE"),

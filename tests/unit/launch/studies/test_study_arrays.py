@@ -51,7 +51,7 @@ def test_ranks_on_cpus(write_study) -> None:
         ("1", "nodes: 2", "slurm: nodes: set by the study"),
         ("1", "gpus_per_node: eight", "gpus_per_node: 'eight' must be an integer"),
         ("1", "time: 1:00:00", "runs of 1 GPUs or ranks share a node, and Slurm's default is one core"),
-        ("1", "partitoin: gpu", "partitoin: no such field"),
+        ("1", "partitoin: gpu", "unknown key 'partitoin'; did you mean partition?"),
     ],
 )
 def test_wrong_jobs(write_study, gpus: str, fields: str, told: str) -> None:
