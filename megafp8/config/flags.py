@@ -34,6 +34,7 @@ from megafp8.errors import ConfigError
 from megafp8.recipes import registry
 from megafp8.utils.files import UnreadableFile, path_text, printable
 from megafp8.utils.numbers import number, whole_number
+from megafp8.utils.suggestions import did_you_mean, same_name
 
 # ---- Values of settings from all sources, in the order in which they override each other ----------------------------
 #     default  <  checkpoint (--use-checkpoint-args)  <  preset  <  --fp8-lm-level  <  --recipe of the file  <  file
@@ -76,8 +77,13 @@ def merge(
         warnings.append(f"--model-preset {named} replaces the model section of the configuration file")
     preset = named if named is not None else from_file.get("model.model_preset")
     if preset is not None and preset not in PRESETS:
-        problems.append(f"--model-preset {preset}: unknown preset; presets: {', '.join(PRESETS)}")
-        preset = None
+        # A name in another case is that preset.
+        written, preset = preset, same_name(preset, PRESETS)
+        source = values if named is not None else from_file
+        source["model.model_preset"] = preset
+        if preset is None:
+            near = did_you_mean(written, PRESETS) or f"; presets: {', '.join(PRESETS)}"
+            problems.append(f"--model-preset {written}: unknown preset{near}")
     config = with_values(base, PRESETS[preset]) if preset is not None else base
     from_file = fp8_lm.remaining_values(from_file, values)
     # The level of a checkpoint is already in its other settings.
@@ -201,6 +207,9 @@ RECIPE, MAP_FILE = "recipe", "precision_map_file"
 FILE_FLAGS = ("--recipe", "--precision-map")
 """Flags that are no settings and that a configuration file may give."""
 TARGETS = ("cpu", "h100", "h200", "b200")
+MODEL_PRESET, UNKNOWN = "--model-preset", "unknown flag "
+_MISSING = re.compile(r"\bmissing\b|^no training data|^learned position embeddings need")
+"""In problems of a value that is not given."""
 _NEGATIVE_NUMBER = re.compile(r"-\.?\d")
 
 
@@ -257,7 +266,8 @@ def parse_with_problems(
         sys.stdout.write(flag_help.help_text(topic, parser))
         raise SystemExit(0)
     of_sources: list[str] = []
-    expanded, warnings = megatron_flags.replace(_with_config_flag(_options_of(argv), of_sources))
+    options_given = [[_with_dashes(parser, flag), *words] for flag, *words in _options_of(argv)]
+    expanded, warnings = megatron_flags.replace(_with_config_flag(options_given, of_sources))
     values: dict[str, Any] = {}
     found: list[list[str]] = [[] for _ in expanded]  # problems of each option
     for option, problems in zip(expanded, found, strict=True):
@@ -358,11 +368,14 @@ def _converter(setting: Setting) -> Callable[[str], Any]:
     def read(text: str) -> Any:
         if text in words:
             return words[text]
-        value = convert(text)
+        value = convert(same_name(text, known) or text)
         if hint := registry.family_hint(text, setting.choices):
             raise argparse.ArgumentTypeError(hint)
         if setting.choices and value not in setting.choices:
-            raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from {', '.join([*known, *words])})")
+            near = did_you_mean(text, known)
+            raise argparse.ArgumentTypeError(
+                f"invalid choice: {text!r}{near} (choose from {', '.join([*known, *words])})"
+            )
         if problem := setting.problem(value):
             raise argparse.ArgumentTypeError(f"{printable(text)} {problem}".strip())
         if setting.auto and value == AUTO:
@@ -405,6 +418,15 @@ def _options_of(argv: Sequence[str]) -> list[list[str]]:
         else:
             options.append(["", word])
     return options
+
+
+def _with_dashes(parser: argparse.ArgumentParser, flag: str) -> str:
+    """The flag with - for _, as `--model_preset`, if that is a flag of megafp8 or Megatron-LM."""
+    dashed = flag.replace("_", "-")
+    if dashed == flag or flag in parser._option_string_actions:
+        return flag
+    is_known = dashed in parser._option_string_actions or dashed in megatron_flags.replaced.REPLACED
+    return dashed if is_known or megatron_flags.classify(dashed, ()) else flag
 
 
 def _read_option(
@@ -458,7 +480,7 @@ def _classify(
             continue
         verdict = megatron_flags.classify(flag, words, given)
         if verdict is None:
-            problems.append(f"unknown flag {flag}{_suggestion(parser, flag)}")
+            problems.append(f"{UNKNOWN}{flag}{_suggestion(parser, flag)}")
         elif verdict.accepted:
             warnings.append(verdict.text)
         else:
@@ -489,10 +511,12 @@ def _reword(flag: str, text: str) -> str:
 
 
 def _suggestion(parser: argparse.ArgumentParser, flag: str) -> str:
-    import difflib  # here, so that --help does not import it
-
-    near = difflib.get_close_matches(flag.replace("_", "-"), parser._option_string_actions, n=1, cutoff=0.75)
-    return f"; did you mean {near[0]}?" if near else "; see --help-all for all flags"
+    known = parser._option_string_actions
+    if use := megatron_flags.of_other_program(flag):
+        return f": {use}"
+    if own := same_name(flag.rpartition(".")[2], known):  # as --optimizer.lr
+        return f": use {own}"
+    return did_you_mean(flag, known) or "; see --help-all for all flags"
 
 
 # ---- back to a command line ---------------------------------------------------------------------------------------
@@ -533,11 +557,27 @@ def drop_follow_ups(found: list[str], problems: list[str]) -> list[str]:
     """The problems that rules found, without those that follow from what the parser found.
 
     Args:
-        problems: found by the parser. Rules see another value than one that it could not read, and no layers where
-            `--hybrid-layer-pattern`, which is refused, gives them.
+        problems: found by the parser. Rules see another value than one that it could not read, none where an unknown
+            flag was meant to give it, and no layers where `--hybrid-layer-pattern`, which is refused, gives them.
     """
     starts = (re.match(r"(?:\S+:\d+: )?(--[a-z0-9-]+(, --[a-z0-9-]+)*)", problem) for problem in problems)
     misread = {flag for start in starts if start for flag in start[1].split(", ")}
+    meant = [
+        _flags_in(problem.removeprefix(UNKNOWN).partition(" ")[2]) - {"--help-all"}
+        for problem in problems if problem.startswith(UNKNOWN)
+    ]  # fmt: skip
+    absent = misread.union(*meant)
+    if MODEL_PRESET in absent:
+        absent |= {flag for each in all_settings() if each.section == "model" for flag in each.flags}
+    if any(flag.startswith("--hybrid-") for flag in misread):
+        absent.add("--num-layers")
     left = [problem for problem in found if problem.split(" ", 1)[0].rstrip(":") not in misread]
-    is_hybrid = any(flag.startswith("--hybrid-") for flag in misread)
-    return [problem for problem in left if not (is_hybrid and re.match(r"--num-layers\b.*: missing;", problem))]
+    # Any value may be the one that an unknown flag without a suggestion was meant to give.
+    return [
+        problem for problem in left
+        if not (_MISSING.search(problem) and (not all(meant) or absent & _flags_in(problem)))
+    ]  # fmt: skip
+
+
+def _flags_in(text: str) -> set[str]:
+    return set(re.findall(r"--[a-z0-9-]+", text))

@@ -6,11 +6,13 @@
 - refused: would change training, or asks for an unsupported feature; the reason names an alternative.
 
 In doubt a flag is refused, so that no request is silently ignored. `replaced.py` and `flags.yaml` have the tables.
+`other_programs.yaml` has names of other trainers' settings.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +49,26 @@ def tables() -> Mapping[str, tuple[FlagEntry, ...]]:
     """The tables of `flags.yaml`, read once: command lines without such flags do not need them."""
     content = read_yaml(Path(__file__).with_name("flags.yaml"), as_written=True)
     return MappingProxyType({name: tuple(map(_entry, rows)) for name, rows in content.items()})
+
+
+@functools.lru_cache(maxsize=1)
+def _other_programs() -> Mapping[str, str]:
+    rows = read_yaml(Path(__file__).with_name("other_programs.yaml"), as_written=True)
+    return MappingProxyType({name: row["use"] for row in rows for name in row["names"].split()})
+
+
+def of_other_program(name: str, *, as_key: bool = False) -> str:
+    """What to do for a setting of another trainer: `use --lr` for `learning_rate`; empty for a name that none has.
+
+    Args:
+        name: a flag, with or without its dashes, or a key of a configuration file.
+        as_key: name the keys of a configuration file in place of flags: `use lr`.
+    """
+    name = name.lstrip("-").replace("-", "_").lower()
+    known = _other_programs()
+    use = known.get(name) or known.get(name.rpartition(".")[2], "")
+    use = f"use {use}" if use and not use.startswith("remove it") else use
+    return re.sub(r"--([a-z0-9-]+)", lambda flag: flag[1].replace("-", "_"), use) if as_key else use
 
 
 def _entry(row: Mapping[str, str]) -> FlagEntry:

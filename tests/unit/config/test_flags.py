@@ -128,7 +128,7 @@ def test_a_flag_cannot_be_shortened():
 
 
 def test_an_unknown_flag_without_a_similar_one_gets_no_suggestion():
-    assert problems_of("--learning-rate", "3") == ["unknown flag --learning-rate; see --help-all for all flags"]
+    assert problems_of("--learnin-rat", "3") == ["unknown flag --learnin-rat; see --help-all for all flags"]
 
 
 def test_flags_win_over_file_over_preset_over_default(tmp_path):
