@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Optional
 
 from megafp8.checkpoint.directory import CORRUPT, RETIRED, checkpoint_path, find_checkpoint, list_steps, set_aside
+from megafp8.checkpoint.foreign_folder import foreign_content
 from megafp8.checkpoint.manifest import (
     FOLDER_NAME,
     MANIFEST,
@@ -90,7 +91,8 @@ def find_source(source: Path, step: Optional[int] = None, flag: str = "") -> Res
         return ResumePoint(read_manifest(source).step, source)
     found = choose_checkpoint(source, step=step)
     if found is None:
-        raise CheckpointError(f"{flag}{source} holds no checkpoint; give the folder that a run had as --save")
+        reason = foreign_content(source) or "holds no checkpoint; give the folder that a run had as --save"
+        raise CheckpointError(f"{flag}{source} {reason}")
     for note in found.notes:
         print(f"warning: {note}", file=sys.stderr, flush=True)
     return found

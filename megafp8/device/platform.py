@@ -224,11 +224,13 @@ def init_distributed(platform: Platform, parallel: ParallelConfig, store: Option
 def is_reported_by_first_rank(text: str) -> bool:
     """Whether this machine's first rank ends with the same error text; False on that rank and in a single process.
 
+    Before the ranks are connected they have only looked at folders, which all ranks of a machine see.
+
     Every rank that ends with an error calls it. It is not a collective: other ranks wait for the first rank for
     `FIRST_RANK_TIMEOUT_S` at most.
     """
     if not dist.is_initialized():
-        return False
+        return local_rank() != 0
     store, key = dist.distributed_c10d._get_default_store(), f"megafp8/last_words/{rank() - local_rank()}"
     try:
         if local_rank() == 0:

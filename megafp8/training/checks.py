@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
+from megafp8.checkpoint.foreign_folder import refuse_foreign_folders
 from megafp8.config import derived, precision_map, rules
 from megafp8.config.flags import ParsedArgs, drop_follow_ups
 from megafp8.config.layer_backends import LayerBackend
@@ -111,7 +112,10 @@ def check(parsed: ParsedArgs, problems: list[str]) -> ValidatedRun:
 
     Raises:
         ConfigError: all problems.
+        CheckpointError: a folder to load from holds something else, such as a Hugging Face model.
     """
+    # Before the problems of flags: without the weights, the shape of the model is missing, too.
+    refuse_foreign_folders(parsed.config.checkpoint)
     config, ranks = parsed.config, parsed.world_size or world_size()
     silence_other_ranks(config.logging)  # before megatron-core is imported
     limit_device_connections(config.parallel.tensor_model_parallel_size)

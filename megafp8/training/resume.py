@@ -26,6 +26,7 @@ from megafp8.training.run import Run, checkpoint_folders
 
 # A checkpoint is set aside after so many consecutive crashes while it was being loaded.
 MAX_CRASHED_LOADS = 2
+START_FROM_0 = "starting from step 0 (--exit-on-missing-checkpoint makes this an error)"
 FORMS = {HIGH_PRECISION: "in high precision", SMOOTHED: "smoothed"}
 
 
@@ -42,7 +43,7 @@ def resume(run: Run) -> tuple[Progress, tuple[str, ...]]:
     chosen, weights_only = select_checkpoint(run.config, checkpoint.ckpt_verify == "hash", is_own)
     if chosen is None:
         # A first start or a wrong folder: the note lets the user tell which.
-        return Progress(), (f"no checkpoint in {checkpoint.load}: starting from step 0",) if checkpoint.load else ()
+        return Progress(), (f"no checkpoint in {checkpoint.load}: {START_FROM_0}",) if checkpoint.load else ()
     folders = load_folders(run.config)
     if is_own and checkpoint.ckpt_step is None and chosen.path.parent in folders:
         chosen = skip_crashing_checkpoint(run, chosen, folders, checkpoint.ckpt_verify == "hash")
@@ -128,10 +129,11 @@ def select_checkpoint(config: RunConfig, with_hashes: bool, is_own: bool) -> tup
         raise CheckpointError(f"--load {checkpoint.load} has no checkpoint (--exit-on-missing-checkpoint)")
     if chosen is not None or not checkpoint.pretrained_checkpoint:
         return chosen, checkpoint.finetune
-    call_on_rank_0(partial(refuse_megatron_folder, Path(checkpoint.pretrained_checkpoint)))
-    chosen = choose_checkpoint(Path(checkpoint.pretrained_checkpoint), with_hashes=with_hashes)
+    pretrained = Path(checkpoint.pretrained_checkpoint)
+    call_on_rank_0(partial(refuse_megatron_folder, pretrained))
+    chosen = choose_checkpoint(pretrained, with_hashes=with_hashes)
     if chosen is None:
-        raise CheckpointError(f"--pretrained-checkpoint {checkpoint.pretrained_checkpoint} has no checkpoint")
+        raise CheckpointError(f"--pretrained-checkpoint {pretrained} has no checkpoint: give the --save of a run")
     return chosen, True
 
 

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import math
+
 _WORD = 1 << 32
 
 
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is not below `value`."""
     return -(-value // multiple) * multiple
+
+
+def fitting_size(size: int, *amounts: int) -> int:
+    """The number of parts nearest below `size` that divides all amounts: one that also divides `size`, if above 1.
+
+    A divisor of a parallel size divides the number of ranks that it was chosen for.
+    """
+    common = math.gcd(*amounts)
+    return max(range(1, size + 1), key=lambda parts: (common % parts == 0, size % parts == 0 and parts > 1, parts))
 
 
 def numpy_seed(*numbers: int) -> int | list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from megafp8.config import derived, mixture, precision_map
@@ -11,7 +10,7 @@ from megafp8.config.grouped_experts import fc1_choices, grouped_expert_problems,
 from megafp8.config.rules.base import all_positive, no_effect_without
 from megafp8.config.schema import RunConfig
 from megafp8.recipes import registry
-from megafp8.utils.integers import round_up
+from megafp8.utils.integers import fitting_size, round_up
 
 PADDING = "--moe-router-padding-for-quantization (or --moe-router-padding-for-fp8)"
 
@@ -22,8 +21,8 @@ def expert_ranks_divide_the_experts(config: RunConfig, world_size: int) -> Itera
     if mixture.is_mixture(config.model) and experts is not None and all_positive(ranks) and experts % ranks:
         yield (
             f"--num-experts {experts} is not divisible by --expert-model-parallel-size {ranks} ({experts} / {ranks} = "
-            f"{experts / ranks:.4g}): use --expert-model-parallel-size {math.gcd(experts, ranks)}, or "
-            f"{round_up(experts, ranks)} experts"
+            f"{experts / ranks:.4g}): use --expert-model-parallel-size {fitting_size(ranks, experts)}, or "
+            f"another model with {round_up(experts, ranks)} experts"
         )
 
 
@@ -62,7 +61,8 @@ def expert_tensor_ranks_divide_the_experts(config: RunConfig, world_size: int) -
     if width % ranks:
         yield (
             f"--moe-ffn-hidden-size {width} is not divisible by {ranks} expert tensor-parallel ranks: use "
-            f"{round_up(width, ranks)}, or --expert-tensor-parallel-size {math.gcd(width, ranks)}"
+            f"--expert-tensor-parallel-size {fitting_size(ranks, width)}, or another model with "
+            f"{round_up(width, ranks)}"
         )
     if model.add_bias_linear and ranks > 1:
         yield (

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megafp8.config import mixture
 from megafp8.config.rules.base import flags_without_effect
 from megafp8.config.schema import RunConfig
-from megafp8.utils.integers import round_up
+from megafp8.utils.integers import fitting_size, round_up
 
 
 def layers_with_experts_are_layers(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -65,7 +65,7 @@ def shared_experts_have_their_parts(config: RunConfig, world_size: int) -> Itera
         tp = parallel.tensor_model_parallel_size
         yield (
             f"--moe-shared-expert-intermediate-size {size} is not divisible by --tensor-model-parallel-size {tp}: use "
-            f"{round_up(size, tp)}"
+            f"--tensor-model-parallel-size {fitting_size(tp, size)}, or another model with {round_up(size, tp)}"
         )
     if parallel.moe_shared_expert_overlap and mixture.token_dispatcher(config) != "alltoall":
         yield (

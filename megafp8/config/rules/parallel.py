@@ -14,7 +14,7 @@ from megafp8.config.rules.base import (
 )
 from megafp8.config.schema import AUTO, RunConfig
 from megafp8.recipes import registry
-from megafp8.utils.integers import round_up
+from megafp8.utils.integers import fitting_size, round_up
 
 
 def world_size_divides(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -47,12 +47,14 @@ def tensor_ranks_divide_the_model(config: RunConfig, world_size: int) -> Iterato
         "--num-query-groups": dimensions.num_query_groups(model) if model.group_query_attention else tp,
         "--ffn-hidden-size": dimensions.ffn_hidden_size(model),
     }
+    fitting = fitting_size(tp, *filter(None, parts.values()))
     for flag, size in parts.items():
         assert size is not None
         if size % tp:
             yield (
                 f"{flag} {size} is not divisible by --tensor-model-parallel-size {tp} ({size} / {tp} = "
-                f"{size / tp:.4g}): use {flag} {round_up(size, tp)}, or fewer tensor-parallel ranks"
+                f"{size / tp:.4g}): use --tensor-model-parallel-size {fitting}, or another model with {flag} "
+                f"{round_up(size, tp)}"
             )
 
 

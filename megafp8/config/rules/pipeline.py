@@ -8,7 +8,7 @@ from megafp8.config import iterations, stages, topology
 from megafp8.config.rules.base import Rule, all_positive, flags_without_effect, microbatches, no_effect_without
 from megafp8.config.schema import ParallelConfig, RunConfig
 from megafp8.errors import ConfigError
-from megafp8.utils.integers import round_up
+from megafp8.utils.integers import fitting_size, round_up
 
 SPLIT_FLAGS = "--account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split"
 UNEVEN_FLAGS = (
@@ -60,8 +60,9 @@ def stages_divide_the_layers(config: RunConfig, world_size: int) -> Iterator[str
         counted = f"--num-layers {layers}" + (f" with {total - layers} for embedding or loss" if total > layers else "")
         yield (
             f"{counted} is not divisible by --pipeline-model-parallel-size {pp} ({total} / {pp} = {total / pp:.4g}): "
-            f"use {round_up(total, pp) - total + layers} layers, another number of stages, or uneven stages "
-            "(--decoder-first-pipeline-num-layers, --pipeline-model-parallel-layout)"
+            f"use --pipeline-model-parallel-size {fitting_size(pp, total)}, or uneven stages "
+            "(--decoder-first-pipeline-num-layers, --pipeline-model-parallel-layout), or another model with "
+            f"{round_up(total, pp) - total + layers} layers"
         )
 
 
