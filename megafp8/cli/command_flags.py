@@ -13,8 +13,8 @@ Group = TypeVar("Group")
 
 def add_flags(group: Group, *entries: tuple[str, dict[str, Any]]) -> Group:
     """Add entries to a parser or a group of one in their order, and return it."""
-    for name, options in entries:
-        group.add_argument(name, **options)  # type: ignore[attr-defined]
+    for names, options in entries:
+        group.add_argument(*names.split(), **options)  # type: ignore[attr-defined]
     return group
 
 
@@ -22,6 +22,7 @@ def argument(name: str, help: str, **options: Any) -> tuple[str, dict[str, Any]]
     """Declare a flag or an argument.
 
     Args:
+        name: of a flag may have another spelling after a space.
         options: of argparse's `add_argument`.
     """
     return name, {"help": help, **options}

@@ -1,11 +1,15 @@
 """Train one model in several recipes with the same seeds, data order and evaluation, and report the differences.
 
-    megafp8 run-comparison --output-dir runs/recipes --recipes bf16,bf16-control,tensorwise,delayed,mxfp8 \\
-      --seeds 3 --parallel 2 -- TRAINING FLAGS
+    megafp8 run-comparison --recipes bf16,tensorwise,nvfp4 --seeds 3 --output runs/cmp
+    megafp8 run-comparison --recipes bf16,delayed --seeds 3 --output runs/cmp -- --train-iters 1000
+    megafp8 run-comparison --recipes bf16,delayed --seeds 3 --output runs/cmp -- ALL FLAGS OF A TRAINING COMMAND
 
-Runs are in OUTPUT_DIR/RECIPE/SEED. Repeating the command skips runs that are done and resumes the others. A run that
-fails is reported, and the others continue. The report is in OUTPUT_DIR/report: report.html, Markdown, JSON and a plot.
-megafp8 compare writes it again from the records, on any machine.
+Flags after -- that name no model replace those of a built-in size, and data are the bytes of Python's standard library,
+unless the flags name others. With a model they are the complete training command, unless --size is given, too.
+
+Runs are in OUTPUT/RECIPE/SEED. Repeating the command skips runs that are done and resumes the others. A run that
+fails is reported, and the others continue. The report is in OUTPUT/report: report.html, Markdown, JSON, CSV and plots.
+`megafp8 compare` writes it again from the records, on any machine.
 
 Recipes: bf16, bf16-control (other microbatches, to show the effect of rounding alone), tensorwise, delayed, rowwise,
 blockwise, mxfp8, nvfp4, quartet2. The suffixes -e4m3, -hybrid and -e5m2 give an FP8 recipe another format. --variant
@@ -16,17 +20,28 @@ for a run that failed).
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Optional
 
+from megafp8.cli import built_in_data
 from megafp8.cli.command_flags import add_flags, argument, float_flag, int_flag, path_flag, switch
 from megafp8.cli.common import TRAINING_SCRIPT, Parser, build_command_parser, returns_exit_status
-from megafp8.config import iterations, rules, variants
+from megafp8.config import flags, iterations, rules, variants
 from megafp8.config.schema import RunConfig
 from megafp8.errors import INTERNAL, PREEMPTED, ConfigError, Megafp8Error
+from megafp8.launch.built_in_sizes import (
+    COMPARISON_SIZES,
+    ComparisonSize,
+    comparison_flags,
+    names_model,
+    shared_micro_batch_size,
+)
 from megafp8.launch.compared_runs import discard_partial_checkpoints, run_problems
 from megafp8.launch.process_pool import OUTPUT_FILE, PooledRun, ProcessPool, RunOutcome
 from megafp8.resilience.run_state import current_state, finished_state
@@ -36,21 +51,71 @@ from megafp8.utils.best_effort import best_effort
 def build_parser() -> argparse.ArgumentParser:
     return add_flags(
         build_command_parser(__doc__, Parser),
-        path_flag("--output-dir", "folder of all runs and the report", required=True, metavar="D"),
+        path_flag("--output-dir --output", "folder of all runs and the report (default %(default)s)", metavar="D",
+                  default=Path("runs/comparison")),
+        argument("--size", "built-in model and run (default: by device, where the flags after -- name no model)",
+                 choices=list(COMPARISON_SIZES)),
         argument("--recipes", f"comma-separated: {', '.join(variants.names())} (default %(default)s); the first is the "
                  "baseline", default=f"{variants.BASELINE},tensorwise", metavar="NAMES"),
         argument("--variant", "another variant with its flags: edges='--fp8-format hybrid --fp8-recipe tensorwise "
                  "--first-last-layers-bf16'", action="append", default=[], metavar="NAME='FLAGS'"),
         int_flag("--seeds", "number of seeds, counted up from --seed (default 1)", default=1),
-        int_flag("--parallel", "number of runs at the same time (default 1)", default=1),
+        int_flag("--parallel", "number of runs at the same time (default 1; with a built-in size one for each core or "
+                 "GPU)"),
         int_flag("--nproc-per-node", "ranks of a run; above 1 under torchrun (default 1)", default=1),
         float_flag("--bound", "accepted increase of the validation loss over the baseline (default %(default)g)",
                    default=0.5, metavar="PERCENT"),
         argument("--title", "title of the report", default="Comparison of recipes"),
         switch("--no-report", "train only"),
-        switch("--dry-run", "check everything, print the commands and stop"),
-        argument("flags", "after --: the flags that all runs share", nargs="*", metavar="FLAGS"),
+        switch("--dry-run", "check everything, print the commands and stop; built-in data are written"),
+        argument("flags", "after --: flags that all runs share", nargs="*", metavar="FLAGS"),
     )  # fmt: skip
+
+
+def choose_size(options: argparse.Namespace, num_gpus: int) -> Optional[ComparisonSize]:
+    """Return the built-in size of the runs; None if the flags after -- are complete training commands."""
+    if options.size is not None:
+        return COMPARISON_SIZES[options.size]
+    parsed, _ = flags.parse_with_problems(options.flags)
+    if names_model(parsed) or parsed.given & {"model.num_layers", "model.hidden_size"}:
+        return None
+    return COMPARISON_SIZES["gpu" if num_gpus else "laptop"]
+
+
+def use_size(options: argparse.Namespace, size: ComparisonSize) -> None:
+    """Put the flags of a built-in size and of its data before those that all runs share, and write the data.
+
+    Raises:
+        ConfigError: a recipe is unknown, or the flags name a tokenizer and no data.
+    """
+    parsed, _ = flags.parse_with_problems(options.flags)
+    words = [*comparison_flags(size, parsed), *built_in_data.data_flags(options.output_dir, options.flags)]
+    config = flags.parse_with_problems([*words, *options.flags])[0].config
+    micro = shared_micro_batch_size(config, parsed.given, options.nproc_per_node)
+    options.flags = [*words, *(() if micro is None else ("--micro-batch-size", str(micro))), *options.flags]
+    built_in_data.check_data(config.data, options.output_dir)
+    variants_of(options, config)  # a wrong name leaves no data behind
+    built_in_data.prepare_data(config.data, options.output_dir, size.corpus_bytes)
+
+
+def default_parallel(size: Optional[ComparisonSize], num_runs: int, ranks: int, num_gpus: int) -> int:
+    """Return the number of runs at the same time: of a built-in size one for each core or GPU."""
+    devices = num_gpus or len(os.sched_getaffinity(0))
+    return 1 if size is None else max(1, min(num_runs, devices // max(1, ranks)))
+
+
+def announce(size: ComparisonSize, num_runs: int, options: argparse.Namespace, shared: RunConfig) -> None:
+    """Say how long the runs take and how much disk they need."""
+    steps = iterations.train_iters(shared, options.nproc_per_node)
+    seconds = math.ceil(num_runs / options.parallel) * (size.startup_seconds + steps * size.seconds_per_step)
+    disk_bytes = num_runs * size.run_bytes
+    if built_in_data.is_built_in(shared.data, options.output_dir):
+        disk_bytes += round(size.corpus_bytes * built_in_data.BYTES_PER_TEXT_BYTE)
+    print(
+        f"{num_runs} runs of {steps:,} steps, {options.parallel} at a time: about {math.ceil(seconds / 60)} minutes "
+        f"and {disk_bytes / 1e6:,.0f} MB in {options.output_dir}",
+        file=sys.stderr,
+    )
 
 
 def plan_runs(options: argparse.Namespace, device_flags: Sequence[str]) -> tuple[list[PooledRun], RunConfig]:
@@ -212,8 +277,17 @@ def main(argv: Sequence[str]) -> int:
     try:
         from megafp8.device.capability import count_gpus
 
-        gpus, device_flags = share_devices(options.parallel, options.nproc_per_node, count_gpus())
+        num_gpus = count_gpus()
+        size = choose_size(options, num_gpus)
+        if size is not None:
+            use_size(options, size)
+        if options.parallel is None:
+            num_runs = options.seeds * (len(options.recipes.split(",")) + len(options.variant))
+            options.parallel = default_parallel(size, num_runs, options.nproc_per_node, num_gpus)
+        gpus, device_flags = share_devices(options.parallel, options.nproc_per_node, num_gpus)
         runs, shared = plan_runs(options, device_flags)
+        if size is not None:
+            announce(size, sum(finished_state(run.folder) is None for run in runs), options, shared)
         if options.dry_run:
             print("\n".join(f"{run.name}: {shlex.join(run.command)}" for run in runs))
             return 0

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from megafp8.cli import stability_checkpoint
+from megafp8.cli import built_in_data, stability_checkpoint
 from megafp8.cli.common import TRAINING_SCRIPT, Parser, build_command_parser, returns_exit_status
 from megafp8.errors import PREEMPTED, ConfigError, NumericsError
 from megafp8.utils.best_effort import best_effort
@@ -34,14 +34,11 @@ if TYPE_CHECKING:
 log = partial(print, flush=True)
 MAPPINGS = ("sbatch", "environment")
 """Fields of a Slurm job that have keys of their own."""
-TOKENIZER = "ByteLevelTokenizer"
-"""Of the data that the suite prepares."""
-DATA_SETTINGS = ("data.data_path", "data.train_data_path", "data.mock_data")
 
 
 def build_parser() -> argparse.ArgumentParser:
+    from megafp8.launch.built_in_sizes import SIZES
     from megafp8.launch.stability import CONTINUATION, FAULTS_ELSEWHERE, NUM_SEEDS, PAIRED, PARTS, SUITE_FILE
-    from megafp8.launch.stability_sizes import SIZES
     from megafp8.recipes import registry
 
     parser = build_command_parser(__doc__, Parser)
@@ -98,6 +95,7 @@ def main(argv: Sequence[str]) -> int:
     """Run, submit or list the suite, and write its report; return the exit status."""
     options = build_parser().parse_args(argv)
     from megafp8.launch import slurm, stability, study_execution
+    from megafp8.launch.built_in_sizes import SIZES
 
     if options.report_only:
         check_report_only(options)
@@ -105,10 +103,11 @@ def main(argv: Sequence[str]) -> int:
         report(options.output_dir)
         return 0
     suite = read_suite(options)
-    check_data(suite)
+    data = suite.parsed.config.data
+    built_in_data.check_data(data, suite.folder)
     study = stability.build_study(suite)
     parts = stability.part_runs(study)
-    stability_checkpoint.check_continuation(suite.checkpoint, parts, has_prepared_data(suite))
+    stability_checkpoint.check_continuation(suite.checkpoint, parts, built_in_data.is_built_in(data, suite.folder))
     runs = stability.unique_runs(parts)
     queued = study_execution.queued_ids(study.folder)
     progress = [study_execution.run_progress(run, queued) for run in runs]
@@ -125,7 +124,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     sys.stdout, sys.stderr = best_effort(sys.stdout), best_effort(sys.stderr)  # the terminal may be closed
     stability.write_suite_file(suite, parts)
-    prepare_data(suite)
+    built_in_data.prepare_data(data, suite.folder, SIZES[suite.size].corpus_bytes)
     log(f"{len(runs)} runs, {len(due)} to start; folder {study.folder}")
     if options.slurm:
         for line in study_execution.submit(study, due):
@@ -216,7 +215,8 @@ def read_suite(options: argparse.Namespace) -> Suite:
     return Suite(
         folder=options.output_dir, size=options.size, parts=parts, recipes=words_of(options.recipes),
         num_seeds=NUM_SEEDS if options.seeds is None else options.seeds, num_sweep_seeds=options.sweep_seeds,
-        flags=(*data_flags(options), *options.flags), checkpoint=options.checkpoint,
+        flags=(*built_in_data.data_flags(options.output_dir, options.flags), *options.flags),
+        checkpoint=options.checkpoint,
         checkpoint_flags=stability_checkpoint.read_flags(options.checkpoint) if options.checkpoint else (),
         gpus=options.gpus, slurm=slurm,
     )  # fmt: skip
@@ -257,74 +257,6 @@ def read_job_fields(words: Sequence[str], problems: list[str]) -> dict[str, Any]
 def words_of(text: str) -> tuple[str, ...]:
     """The names in a comma-separated list, each once."""
     return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-
-
-def data_flags(options: argparse.Namespace) -> tuple[str, ...]:
-    """Flags of the data that the suite prepares; none if the flags or their --config file name data."""
-    from megafp8.config.flags import parse_with_problems
-    from megafp8.config.settings import value_of
-
-    parsed, _ = parse_with_problems(options.flags)
-    if any(value_of(parsed.config, name) for name in DATA_SETTINGS):
-        return ()
-    prefix = data_prefix(options.output_dir)
-    return (
-        "--tokenizer-type", TOKENIZER, "--data-path", shard_path(prefix), "--split", "90,10,0",
-        "--data-cache-path", str(prefix.parent / "cache"),
-    )  # fmt: skip
-
-
-def data_prefix(folder: Path) -> Path:
-    """Prefix of the shards that the suite prepares."""
-    return folder / "data" / "bytes"
-
-
-def shard_path(prefix: Path) -> str:
-    """The --data-path of the shards that the suite prepares."""
-    return f"{prefix}_text_document"
-
-
-def has_prepared_data(suite: Suite) -> bool:
-    """Whether the runs read the shards that the suite prepares."""
-    return suite.parsed.config.data.data_path == (shard_path(data_prefix(suite.folder)),)
-
-
-def check_data(suite: Suite) -> None:
-    """Check that the data that the suite prepares are read with their tokenizer.
-
-    Raises:
-        ConfigError: the flags name another one, and no data.
-    """
-    data = suite.parsed.config.data
-    if has_prepared_data(suite) and data.tokenizer_type != TOKENIZER:
-        raise ConfigError(
-            f"--tokenizer-type {data.tokenizer_type}: the suite prepares data for {TOKENIZER}; give --data-path or "
-            "--mock-data after --, or remove it"
-        )
-
-
-def prepare_data(suite: Suite) -> None:
-    """Write the bytes of Python's standard library as shards, unless they exist or the flags name other data.
-
-    Raises:
-        ConfigError: the corpus or the shards cannot be written.
-    """
-    if not has_prepared_data(suite):
-        return
-    prefix = data_prefix(suite.folder)
-    from megafp8.cli import corpus, preprocess
-    from megafp8.launch.stability_sizes import SIZES
-
-    prefix.parent.mkdir(parents=True, exist_ok=True)
-    text = prefix.with_suffix(".jsonl")
-    steps = (
-        (corpus.main, ["--output", str(text), "--max-bytes", str(SIZES[suite.size].corpus_bytes)]),
-        (preprocess.main, ["--input", str(text), "--output-prefix", str(prefix), "--append-eod", "--tokenizer-type",
-                           TOKENIZER]),
-    )  # fmt: skip
-    for step, arguments in steps:
-        if step(arguments):
-            raise ConfigError(f"{prefix}: the suite's data could not be prepared; see above, or give --data-path")
 
 
 def report(folder: Path) -> None:

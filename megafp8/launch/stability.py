@@ -8,7 +8,7 @@ report reads it and the records only.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,12 +20,14 @@ from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import settings_by_name, value_of, with_values
 from megafp8.config.variants import BASELINE, CONTROL
 from megafp8.errors import ConfigError, NumericsError
-from megafp8.launch.stability_sizes import (
+from megafp8.launch.built_in_sizes import (
     DROPOUT,
     MODEL_SETTINGS,
     SIZES,
     data_parallel_ranks,
+    names_model,
     part_flags,
+    rate_flags,
     shared_micro_batch_size,
     size_flags,
     without_settings,
@@ -106,11 +108,6 @@ class Suite:
         defaults = {name for name in set_by_suite if value_of(config, name) == settings_by_name()[name].default}
         return self.parsed.given | (from_file - defaults)
 
-    @property
-    def names_model(self) -> bool:
-        """Whether the flags of all runs say the complete model: a preset, or a --config file with a width."""
-        return "model.model_preset" in self.given or "model.hidden_size" in self.parsed.from_file
-
     @cached_property
     def part_settings(self) -> Mapping[str, PartSettings]:
         """What all runs of each part share."""
@@ -120,12 +117,12 @@ class Suite:
         replaced = set(self.given)
         if part == CONTINUATION:
             # What the flags of all runs give stays theirs, and is compared with the checkpoint.
-            theirs = {*self.parsed.from_file, *(MODEL_SETTINGS if self.names_model else ())}
+            theirs = {*self.parsed.from_file, *(MODEL_SETTINGS if names_model(self.parsed) else ())}
             saved = without_settings(self.checkpoint_flags, theirs)
-            own = (*saved, *size_flags(self.size, {*replaced, *MODEL_SETTINGS, "data.seq_length"}))
+            own = (*saved, *size_flags(SIZES[self.size], {*replaced, *MODEL_SETTINGS, "data.seq_length"}))
         else:
-            replaced.update(set(MODEL_SETTINGS).difference(DROPOUT) if self.names_model else ())
-            own = size_flags(self.size, replaced)
+            replaced.update(set(MODEL_SETTINGS).difference(DROPOUT) if names_model(self.parsed) else ())
+            own = size_flags(SIZES[self.size], replaced)
         rates = rate_flags(self.base_rate, self.given)
         words = (*own, *rates, *part_flags(self.size, part, self.given), *self.flags)
         parsed, problems = config_flags.parse_with_problems(words)
@@ -262,12 +259,6 @@ def part_grid(suite: Suite, part: str) -> Grid:
         return grid(emulated, suite.num_seeds)
     start = Option(name="continued", flags=("--pretrained-checkpoint", suite.checkpoint))
     return grid(recipes(BASELINE, *suite.recipes), suite.num_seeds, start=(start,))
-
-
-def rate_flags(rate: float, given: Collection[str]) -> tuple[str, ...]:
-    """Flags of a learning rate that decays to a tenth, or to the minimum that the user gave."""
-    minimum = () if "optimizer.min_lr" in given else ("--min-lr", f"{rate / 10:.6g}")
-    return ("--lr", f"{rate:.6g}", *minimum)
 
 
 def part_runs(study: Study) -> list[PartRun]:

@@ -98,7 +98,7 @@ def test_finished_runs_are_reused_and_other_settings_are_refused(finished, compa
 
 def test_wrong_flags_of_the_tool_are_status_64(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in (
-        ([], "required: --output-dir"),
+        (["--size", "huge"], "invalid choice: 'huge'"),
         (["--output-dir", "a", "--seeds", "x"], "'x' is not an integer"),
     ):
         with pytest.raises(SystemExit) as ended:
@@ -148,6 +148,29 @@ def test_a_dry_run_shows_every_command(compare, tmp_path: Path) -> None:
     assert "torch.distributed.run --standalone --nproc-per-node 2" in lines["bf16/seed7"]
     assert "--seed 8" in lines["edges/seed8"] and "--first-last-layers-bf16" in lines["edges/seed8"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_without_flags_a_built_in_size_is_trained_on_built_in_data(tool: ModuleType, tmp_path: Path, capsys) -> None:
+    words = ["--recipes", "bf16,bf16-control,nvfp4", "--seeds", "3", "--parallel", "2", "--output", str(tmp_path)]
+    assert tool.main([*words, "--dry-run", "--", "--lr", "1e-3", "--train-iters", "50"]) == 0
+    said, told = capsys.readouterr()
+    assert "9 runs of 50 steps, 2 at a time: about " in told and f"MB in {tmp_path}" in told
+    lines = dict(line.split(": ", 1) for line in said.splitlines())
+    assert len(lines) == 9 and "--fp4-recipe nvfp4" in lines["nvfp4/seed1234"]
+    for part in ("--hidden-size 128", "--min-lr 0.0001", "bytes_text_document", "--lr 1e-3", "--train-iters 50"):
+        assert part in lines["bf16/seed1236"], part
+    assert "--train-iters 300" not in said and (tmp_path / "data" / "bytes_text_document.bin").is_file()
+
+
+def test_flags_with_a_model_are_complete_unless_a_size_is_named(tool: ModuleType, tmp_path: Path, capsys) -> None:
+    words = ["--recipes", "bf16,nvfp4", "--output", str(tmp_path), "--dry-run"]
+    assert tool.main([*words, "--", "--num-layers", "3"]) == 64
+    assert "--hidden-size, --num-attention-heads: missing" in capsys.readouterr().err and not list(tmp_path.iterdir())
+    assert tool.main([*words, "--size", "laptop", "--nproc-per-node", "2", "--", "--num-layers", "3"]) == 0
+    command = capsys.readouterr().out.splitlines()[0]
+    assert "--num-layers 3" in command and "--num-layers 2" not in command and "--micro-batch-size 8" in command
+    assert tool.main(["--recipes", "bf16,fp6", "--output", str(tmp_path / "other")]) == 64
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_checkpoint_without_all_its_state_is_not_resumed_from(tool: ModuleType, tmp_path: Path, capsys) -> None:

@@ -31,7 +31,7 @@ from megafp8.launch.stability import (
     build_study,
     part_runs,
 )
-from megafp8.launch.stability_sizes import SIZES
+from megafp8.launch.built_in_sizes import SIZES
 from megafp8.launch.study import StudyRun
 
 DATA = ("--mock-data", "--tokenizer-type", "ByteLevelTokenizer")
@@ -188,7 +188,7 @@ def test_a_file_gives_the_sequence_length_of_a_continuation(tmp_path: Path, caps
 def test_prepared_data_and_another_tokenizer_are_refused_at_once(tmp_path: Path, capsys) -> None:
     words = ["--output-dir", str(tmp_path), "--parts", "pairs", "--dry-run", "--", "--tokenizer-type", "NullTokenizer"]
     assert command.main([*words, "--vocab-size", "99"]) == 64
-    assert "--tokenizer-type NullTokenizer: the suite prepares data for ByteLevelTokenizer" in capsys.readouterr().err
+    assert "--tokenizer-type NullTokenizer: the built-in data are for ByteLevelTokenizer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

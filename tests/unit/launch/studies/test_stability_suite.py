@@ -26,7 +26,7 @@ from megafp8.launch.stability import (
     unique_runs,
     write_suite_file,
 )
-from megafp8.launch.stability_sizes import SIZES
+from megafp8.launch.built_in_sizes import SIZES
 from megafp8.launch.study import expand
 from megafp8.launch.study_execution import StudyProgress, build_jobs
 

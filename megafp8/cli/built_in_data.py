@@ -1,0 +1,80 @@
+"""Data of built-in runs: the bytes of Python's standard library as shards, without a network."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from megafp8.config.schema import DataConfig
+from megafp8.errors import ConfigError
+
+TOKENIZER = "ByteLevelTokenizer"
+DATA_SETTINGS = ("data.data_path", "data.train_data_path", "data.mock_data")
+BYTES_PER_TEXT_BYTE = 3.1
+"""On disk: the text, two bytes for each of its tokens, and the indices."""
+
+
+def data_flags(folder: Path, given: Sequence[str]) -> tuple[str, ...]:
+    """Flags of the data that `prepare_data` writes below a folder; none if the given flags name data."""
+    from megafp8.config.flags import parse_with_problems
+    from megafp8.config.settings import value_of
+
+    parsed, _ = parse_with_problems(given)
+    if any(value_of(parsed.config, name) for name in DATA_SETTINGS):
+        return ()
+    return (
+        "--tokenizer-type", TOKENIZER, "--data-path", _shard_path(folder), "--split", "90,10,0",
+        "--data-cache-path", str(_prefix(folder).parent / "cache"),
+    )  # fmt: skip
+
+
+def is_built_in(data: DataConfig, folder: Path) -> bool:
+    """Whether runs with these settings read the shards that `prepare_data` writes."""
+    return data.data_path == (_shard_path(folder),)
+
+
+def check_data(data: DataConfig, folder: Path) -> None:
+    """Check that the shards that `prepare_data` writes are read with their tokenizer.
+
+    Raises:
+        ConfigError: the flags name another one, and no data.
+    """
+    if is_built_in(data, folder) and data.tokenizer_type != TOKENIZER:
+        raise ConfigError(
+            f"--tokenizer-type {data.tokenizer_type}: the built-in data are for {TOKENIZER}; give --data-path or "
+            "--mock-data after --, or remove it"
+        )
+
+
+def prepare_data(data: DataConfig, folder: Path, max_bytes: int) -> None:
+    """Write the bytes of Python's standard library as shards, unless they exist or the settings name other data.
+
+    Raises:
+        ConfigError: the corpus or the shards cannot be written.
+    """
+    if not is_built_in(data, folder):
+        return
+    from megafp8.cli import corpus, preprocess
+
+    prefix = _prefix(folder)
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    text = prefix.with_suffix(".jsonl")
+    steps = (
+        (corpus.main, ["--output", str(text), "--max-bytes", str(max_bytes)]),
+        (preprocess.main, ["--input", str(text), "--output-prefix", str(prefix), "--append-eod", "--tokenizer-type",
+                           TOKENIZER]),
+    )  # fmt: skip
+    with redirect_stdout(sys.stderr):  # standard output is for the results of the caller
+        failed = any(step(arguments) for step, arguments in steps)
+    if failed:
+        raise ConfigError(f"{prefix}: the built-in data could not be prepared; see above, or give --data-path")
+
+
+def _prefix(folder: Path) -> Path:
+    return folder / "data" / "bytes"
+
+
+def _shard_path(folder: Path) -> str:
+    return f"{_prefix(folder)}_text_document"
