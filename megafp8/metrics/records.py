@@ -51,6 +51,8 @@ class RunRecord:
     recipe: str
     """Number formats of the linears, for tables and legends: "bf16", "fp8 hybrid tensorwise (TE)"."""
     device_name: str
+    device_memory_bytes: Optional[int] = None
+    """Memory of one GPU; None on a CPU, and in records of earlier versions."""
     num_threads: Optional[int] = None
     """CPU threads of each rank. On a CPU the last bits of results depend on it."""
     precision_map: dict[str, str] = field(default_factory=dict)

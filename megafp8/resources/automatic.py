@@ -54,11 +54,16 @@ from megafp8.resources.mixture_memory import FREE_MEMORY_FRACTION, non_torch_byt
 
 
 class Choice(NamedTuple):
-    """The value of an automatic setting as a flag shows it, and why it was chosen."""
+    """The value of an automatic setting as a flag shows it, and why it was chosen.
+
+    Attributes:
+        is_detail: whether a run shows it under `--verbose` only: it changes neither results nor, by much, the speed.
+    """
 
     flag: str
     value: str
     reason: str
+    is_detail: bool = False
 
 
 Values = dict[str, Any]
@@ -146,7 +151,7 @@ def _accumulation(config: RunConfig, target: Target, world_size: int) -> tuple[V
     """Off with FSDP2: there is no buffer with complete gradients to which linears could add."""
     if not config.parallel.use_torch_fsdp2 or not config.precision.gradient_accumulation_fusion:
         return {}, []
-    choice = Choice("--no-gradient-accumulation-fusion", "on", "FSDP2 has no buffer with complete gradients")
+    choice = Choice("--no-gradient-accumulation-fusion", "on", "FSDP2 has no buffer with complete gradients", True)
     return {"precision.gradient_accumulation_fusion": False}, [choice]
 
 
@@ -248,7 +253,7 @@ def _overlap(config: RunConfig, target: Target, world_size: int) -> tuple[Values
     values: Values = {"parallel.overlap_grad_reduce": reduces, "parallel.overlap_param_gather": gathers}
     chosen = (name for name, value in values.items() if value and value_of(config, name) is None)
     reason = f"{replicas} ranks share gradients"
-    return values, [Choice(settings_by_name()[name].flags[0], "on", reason) for name in chosen]
+    return values, [Choice(settings_by_name()[name].flags[0], "on", reason, is_detail=True) for name in chosen]
 
 
 def _ranks_that_share(config: RunConfig, world_size: int) -> int:
@@ -258,7 +263,7 @@ def _ranks_that_share(config: RunConfig, world_size: int) -> int:
 
 def _nccl_buffers(config: RunConfig, target: Target, world_size: int) -> tuple[Values, list[Choice]]:
     values, choice = nccl_buffers.choose(config.parallel, target.kind, _ranks_that_share(config, world_size))
-    return dict(values), [] if choice is None else [Choice(*choice)]
+    return dict(values), [] if choice is None else [Choice(*choice, is_detail=True)]
 
 
 def _cross_entropy(config: RunConfig, target: Target, world_size: int) -> tuple[Values, list[Choice]]:
@@ -269,7 +274,9 @@ def _cross_entropy(config: RunConfig, target: Target, world_size: int) -> tuple[
     if fused is None:
         fused = _has_te_layers(config, target) and not precision.deterministic_mode
         kernel = kernel or ("te" if fused else None)
-        choices = [Choice("--cross-entropy-loss-fusion", str(kernel), "Transformer Engine's layers")] if fused else []
+        choices = (
+            [Choice("--cross-entropy-loss-fusion", str(kernel), "Transformer Engine's layers", True)] if fused else []
+        )
     values = {"cross_entropy_loss_fusion": fused, "cross_entropy_fusion_impl": kernel or "native"}
     return {f"precision.{name}": value for name, value in values.items()}, choices
 
@@ -304,7 +311,7 @@ def _evaluation_graph(config: RunConfig, target: Target, world_size: int) -> tup
     has_both = config.training.eval_iters > 0 and derived.uses_cuda_graph(config)
     if not has_both or world_size > 1 or next(evaluation_graph_problems(config), None):
         return {name: False}, []
-    return {name: True}, [Choice("--cuda-graph-evaluation", "on", "the steps are a CUDA graph on one GPU")]
+    return {name: True}, [Choice("--cuda-graph-evaluation", "on", "the steps are a CUDA graph on one GPU", True)]
 
 
 def _expert_kernels(config: RunConfig, target: Target, world_size: int) -> tuple[Values, list[Choice]]:

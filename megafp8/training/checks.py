@@ -33,10 +33,15 @@ from megafp8.resources.automatic import Choice, choose
 # configuration and the machine without a change of it.
 
 
-def format_chosen(choices: Iterable[Choice]) -> str:
+def format_chosen(choices: Iterable[Choice], with_details: bool = True) -> str:
     """The choices as one line: `chosen: --transformer-impl emulated (no GPU)`; empty for none."""
-    parts = [f"{flag} {value} ({reason})" for flag, value, reason in choices]
-    return f"chosen: {', '.join(parts)}" if parts else ""
+    choices = tuple(choices)
+    shown = [each for each in choices if with_details or not each.is_detail]
+    if not shown:
+        return ""
+    parts = [f"{each.flag} {each.value} ({each.reason})" for each in shown]
+    hidden = len(choices) - len(shown)
+    return f"chosen: {', '.join(parts)}{f'; {hidden} more with --verbose' if hidden else ''}"
 
 
 def chosen_settings(config: RunConfig, target: Target, implementation: LayerBackend) -> Iterator[Choice]:
@@ -70,13 +75,13 @@ def chosen_kernels(config: RunConfig) -> Iterator[Choice]:
     """Kernels that replace those of Transformer Engine's layers."""
     if config.precision.use_transformer_engine_op_fuser is None and uses_op_fuser(config):
         swiglu = "; SwiGLU writes FP8" if fuses_swiglu_quantization(config) else ""
-        yield Choice("--use-transformer-engine-op-fuser", "on", f"fused operations for the MLP{swiglu}")
+        yield Choice("--use-transformer-engine-op-fuser", "on", f"fused operations for the MLP{swiglu}", is_detail=True)
     if config.precision.quantize_kernels is None:
         used = precision_map.used_recipes(config.precision)
         recipes = [name for name in triton_cast_recipes(config) if name in used]
         if recipes:
             reason = f"faster for {' and '.join(recipes)}, the same bytes"
-            yield Choice("--quantize-kernels", "triton", reason)
+            yield Choice("--quantize-kernels", "triton", reason, is_detail=True)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Optional
 
@@ -26,13 +26,23 @@ from megafp8.training.signals import is_stop_requested
 from megafp8.training.step import forward_or_replay
 
 
-def evaluate(run: Run, split: str, dataset: Any, step: int, consumed_tokens: int) -> Optional[EvalRecord]:
+def evaluate(
+    run: Run,
+    split: str,
+    dataset: Any,
+    step: int,
+    consumed_tokens: int,
+    show_progress: Callable[[int], None] = lambda num_done: None,
+) -> Optional[EvalRecord]:
     """Mean loss per token over the first `--eval-iters` global batches of a dataset; all ranks call it.
 
     A global batch has `--eval-global-batch-size` sequences.
 
     All validations read the same samples, so that their losses can be compared, also between runs on the same data.
     Under `--fp8-schedule` the precision is that of the last step.
+
+    Args:
+        show_progress: gets the number of finished batches before each one.
 
     Returns:
         None if a stop signal interrupted it.
@@ -46,7 +56,8 @@ def evaluate(run: Run, split: str, dataset: Any, step: int, consumed_tokens: int
     total = torch.zeros(2, dtype=torch.float64, device=device)
     with evaluation_mode(run), run.precision_at(step):
         fault_injection.point("evaluation.begin")
-        for _ in range(num_batches):
+        for index in range(num_batches):
+            show_progress(index)
             if is_stop_requested(run):
                 return None
             run.watchdog.enter(EVALUATION, step)
@@ -80,7 +91,14 @@ def record_evaluation(run: Run, sinks: Sinks, progress: Progress, split: str, da
     """Evaluate on a dataset, if there is one, and write the record; False if a signal interrupted it."""
     if dataset is None or run.config.training.eval_iters == 0:
         return True
-    record = evaluate(run, split, dataset, progress.step, progress.consumed_samples * run.seq_length)
+    num_batches, batch_size = run.config.training.eval_iters, run.eval_batch_size
+    sinks.flush()  # the lines of the steps before it come first
+
+    def show_progress(num_done: int) -> None:
+        sinks.show_evaluation(progress.step, split, num_done, num_batches, batch_size)
+
+    consumed_tokens = progress.consumed_samples * run.seq_length
+    record = evaluate(run, split, dataset, progress.step, consumed_tokens, show_progress)
     run.watchdog.enter(AFTER_STEP, progress.step)
     if record is not None:
         sinks.write(record)

@@ -22,6 +22,7 @@ from megafp8.device.platform import Platform, detect_platform, init_distributed,
 from megafp8.errors import INTERNAL, CheckpointError, Megafp8Error, OutOfMemory, PeerLost, RunFolderInUse, causes
 from megafp8.metrics.records import EventRecord
 from megafp8.metrics.sinks import Sinks, build_sinks
+from megafp8.metrics.sinks.console import FORWARD_FRACTION
 from megafp8.resilience import fault_injection
 from megafp8.resilience.run_lock import LOCK_FILE, RunLock, acquire_run_lock
 from megafp8.resilience.run_state import RunStateWriter, finished_state, first_state
@@ -78,7 +79,7 @@ def run_training(validated: ValidatedRun) -> int:
         if not watchdog.stop_agreed:  # a signal may have ended the search for a micro-batch size
             chosen = [*validated.choices, *chosen_settings(config, validated.target, validated.implementation)]
             if rank() == 0 and chosen:
-                print(format_chosen(chosen), flush=True)
+                print(format_chosen(chosen, with_details=config.logging.verbose), flush=True)
             with suggestions_on_memory(config):
                 run = dataclasses.replace(
                     build_training_run(config, platform, validated.implementation), watchdog=watchdog
@@ -144,6 +145,8 @@ def train(run: Run, details: Optional[dict[str, str]] = None) -> Progress:
         check_no_newer_checkpoint(run.config, progress.step)
     run.watchdog.resumed(progress.step, resumes_own_run(run.config))
     total_steps = run.last_step(progress)
+    if rank() == 0 and (line := validation_line(run)):
+        print(line, flush=True)
     with open_sinks(run, total_steps, run.end_sample(progress)) as sinks:
         sinks.write(run_record(run, progress.step or None))
         events = [("checkpoint", note) for note in notes]
@@ -154,7 +157,36 @@ def train(run: Run, details: Optional[dict[str, str]] = None) -> Progress:
             train_steps(state, build_extensions())
             progress = state.with_extensions(state.progress)
         evaluate_at_end(run, sinks, progress, total_steps)
+    if rank() == 0 and progress.step >= total_steps:
+        print(*next_commands(run.config), sep="", end="", flush=True)
     return progress
+
+
+def validation_line(run: Run) -> str:
+    """What validations read, if that is the default, which makes a short run long; else empty."""
+    training = run.config.training
+    if run.datasets[1] is None or training.eval_iters != settings.settings_by_name()["training.eval_iters"].default:
+        return ""
+    when = "" if training.eval_interval is None else f"every {training.eval_interval:,} steps and "
+    steps = round(FORWARD_FRACTION * training.eval_iters * run.eval_batch_size / run.batch_schedule.last_batch_size)
+    return (
+        f"validation: {when}at the end, {training.eval_iters} batches of {run.eval_batch_size} samples, each about the "
+        f"time of {max(1, steps)} steps; --eval-iters sets them, 0 turns validation off"
+    )
+
+
+def next_commands(config: RunConfig) -> list[str]:
+    """Commands for what a finished run wrote, as lines."""
+    folder = run_folder(config)
+    if folder is None:
+        return []
+    has_text = not config.data.mock_data and config.data.tokenizer_type != "NullTokenizer"
+    commands = [
+        f"megafp8 report {folder} --output-dir {folder / 'report'}",
+        f"tensorboard --logdir {config.logging.tensorboard_dir or folder / 'tensorboard'}",
+        *([f'megafp8 generate --load {folder} --prompt "..."'] if has_text and config.checkpoint.save else []),
+    ]
+    return [f"{'next: ' if index == 0 else '      '}{command}\n" for index, command in enumerate(commands)]
 
 
 def open_sinks(run: Run, total_steps: int, end_sample: int) -> Sinks:

@@ -171,6 +171,7 @@ def run_record(run: Run, resumed_from_step: Optional[int]) -> RunRecord:
         recipe=describe_arithmetic(precision, run.implementation),
         precision_map=mapped_recipes(run.config),
         device_name=run.platform.name,
+        device_memory_bytes=run.platform.total_memory_bytes() if run.platform.kind == "cuda" else None,
         num_threads=torch.get_num_threads(),
         peak_flops=dict(peak.flops) if peak else None,
         peak_source=peak.source if peak else None,

@@ -75,7 +75,7 @@ def test_the_start_of_a_run_is_short_and_from_rank_0(ranks: int, flags: str, tmp
     assert "--transformer-impl emulated (no GPU)" in chosen
     assert ("--micro-batch-size" in chosen) == ("auto" in flags)
     (run,) = (line for line in lines if line.startswith(" run "))
-    assert "parameters" in run and f"data {ranks}" in run and "fp" in run
+    assert "parameters" in run and ("data 2" in run) == (ranks == 2) and "fp" in run
     assert any("starting from step 0" in line for line in lines)
     assert not any("linear_fc1" in line or "fprop" in line for line in lines)
 

@@ -55,6 +55,12 @@ class Sinks:
             for record in self._deferred.pop(0)():
                 self._pass_on(record)
 
+    def show_evaluation(self, step: int, split: str, num_done: int, num_batches: int, batch_size: int) -> None:
+        """Show on the console how far an evaluation is; records are about finished ones only."""
+        for sink in self._sinks:
+            if isinstance(sink, ConsoleSink):
+                sink.show_evaluation(step, split, num_done, num_batches, batch_size)
+
     def close(self) -> None:
         """Close every sink, even if one of them raises; the exception is raised afterwards."""
         with ExitStack() as stack:

@@ -14,10 +14,15 @@ from megafp8.metrics.records import EvalRecord, EventRecord, Record, RunRecord, 
 ETA_WINDOW_STEPS = 50
 SETUP_EVENTS = frozenset(("micro-batch size", "optimizer", "parameter gather"))
 """Events about how a run was built, which the console shows under `--verbose` only."""
+SHORT_EVAL_S = 10.0
+"""Evaluations that take less are not announced."""
+EVAL_LINE_INTERVAL_S = 15.0
+FORWARD_FRACTION = 1 / 3
+"""Of the time of a step; backward takes twice as long."""
 
 
 class ConsoleSink:
-    """Prints ` step 120/400 | loss 3.1234 | grad norm 1.23 | lr 3.00e-04 | 410 ms | 12.3k tok/s | ... | ETA 1:23`.
+    """Prints ` step 120/400 | loss 3.1234  | grad norm   1.23 | lr 3.00e-04 |   410 ms | 12.3k tok/s | ... | ETA 1:23`.
 
     A line is printed at the first step of the process, at every multiple of `log_interval` and at the last step. Loss,
     time and rates are means over the steps since the previous line, the loss over those with an update if there are
@@ -45,11 +50,13 @@ class ConsoleSink:
             clock: seconds; replaced in tests.
         """
         self._logging, self._total_steps, self._total_samples = logging, total_steps, total_samples
-        self._hidden_events = frozenset[str]() if logging.verbose else SETUP_EVENTS
         self._stream = sys.stdout if stream is None else stream
         self._clock = clock
         self._pending: list[StepRecord] = []
         self._is_first_step = True
+        self._run: Optional[RunRecord] = None
+        self._eval_ms: dict[str, float] = {}
+        self._eval_shown_at = 0.0
         self._step_times: deque[float] = deque(maxlen=ETA_WINDOW_STEPS + 1)
         self._step_samples: deque[int] = deque(maxlen=ETA_WINDOW_STEPS)
         show_bar = self._stream.isatty() if logging.progress_bar is None else logging.progress_bar
@@ -59,12 +66,48 @@ class ConsoleSink:
         if isinstance(record, StepRecord):
             self._write_step(record)
         elif isinstance(record, RunRecord):
+            self._run = record
             self._print(describe_run(record))
         elif isinstance(record, EvalRecord):
+            self._eval_ms[record.split] = record.eval_ms
             self._print(f"{self._position(record.step)} | {describe_eval(record)}")
-        elif isinstance(record, EventRecord) and record.name not in self._hidden_events:
+        elif isinstance(record, EventRecord) and not self._is_hidden(record):
             detail = f": {record.detail}" if record.detail else ""
             self._print(f"{self._position(record.step)} | {record.name}{detail}")
+
+    def show_evaluation(self, step: int, split: str, num_done: int, num_batches: int, batch_size: int) -> None:
+        """Show that an evaluation begins, unless it is short, or how far it is."""
+        name, now = split_name(split), self._clock()
+        if num_done == 0:
+            seconds, self._eval_shown_at = self._eval_seconds(split, num_batches * batch_size), now
+            if seconds is None or seconds >= SHORT_EVAL_S:
+                about = "" if seconds is None else f", about {format_duration(seconds)}"
+                self._print(f"{self._position(step)} | {name}: {num_batches} batches of {batch_size} samples{about}")
+        elif self._bar is not None:
+            self._bar.set_postfix_str(f"{name} {num_done}/{num_batches}")
+        elif now - self._eval_shown_at >= EVAL_LINE_INTERVAL_S and num_done < num_batches:
+            self._eval_shown_at = now
+            self._print(f"{self._position(step)} | {name}: {num_done} of {num_batches} batches")
+
+    def _eval_seconds(self, split: str, num_samples: int) -> Optional[float]:
+        """Of the evaluation before it, else from the time of the steps; None before both."""
+        if split in self._eval_ms:
+            return self._eval_ms[split] / 1000
+        num_intervals = len(self._step_times) - 1
+        if num_intervals < 1:
+            return None
+        seconds = self._step_times[-1] - self._step_times[0]
+        return FORWARD_FRACTION * seconds * num_samples / sum(list(self._step_samples)[-num_intervals:])
+
+    def _is_hidden(self, event: EventRecord) -> bool:
+        if self._logging.verbose:
+            return False
+        # On a CPU there is one kernel, and the line of chosen settings names it.
+        return event.name in SETUP_EVENTS or (event.name == "attention" and self._is_on_cpu)
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        return self._run is not None and is_on_cpu(self._run)
 
     def close(self) -> None:
         if self._bar is not None:
@@ -76,30 +119,29 @@ class ConsoleSink:
         self._step_samples.append(record.global_batch_size or 1)
         is_logged = record.step % self._logging.log_interval == 0
         if self._is_first_step or is_logged or record.step >= self._total_steps:
-            line = describe_steps(self._pending, show_throughput=self._logging.log_throughput)
-            remaining = self._remaining_seconds(record)
-            eta = f" | ETA {format_duration(remaining)}" if remaining > 0 else ""
-            self._print(f"{self._position(record.step)} | {line}{eta}")
+            show_throughput = self._logging.log_throughput and not self._is_on_cpu
+            memory = self._run.device_memory_bytes if self._run is not None else None
+            line = describe_steps(self._pending, show_throughput=show_throughput, device_memory_bytes=memory)
+            self._print(f"{self._position(record.step)} | {line}{self._eta(record, ' | ETA ')}")
             self._pending.clear()
             self._is_first_step = False
         if self._bar is not None:
-            self._bar.set_postfix_str(
-                f"loss {record.loss:.4f}, {format_count(record.tokens_per_second)} tok/s, "
-                f"ETA {format_duration(self._remaining_seconds(record))}",
-                refresh=False,
-            )
+            speed = f"{format_count(record.tokens_per_second)} tok/s"
+            self._bar.set_postfix_str(f"loss {record.loss:.4f}, {speed}{self._eta(record, ', ETA ')}", refresh=False)
             self._bar.update(record.step - self._bar.n)
 
-    def _remaining_seconds(self, record: StepRecord) -> float:
+    def _eta(self, record: StepRecord, prefix: str) -> str:
+        """The remaining time; nothing after the last step, and after the first one, which is a warm-up."""
         num_intervals = len(self._step_times) - 1
-        if num_intervals > 0:
-            seconds_per_step = (self._step_times[-1] - self._step_times[0]) / num_intervals
-            samples_per_step = sum(list(self._step_samples)[-num_intervals:]) / num_intervals
-        else:
-            seconds_per_step, samples_per_step = record.step_ms / 1000, record.global_batch_size or 1
+        if num_intervals < 1:
+            return ""
+        seconds_per_step = (self._step_times[-1] - self._step_times[0]) / num_intervals
         if self._total_samples is None or record.global_batch_size is None:
-            return seconds_per_step * max(self._total_steps - record.step, 0)
-        return seconds_per_step * max(self._total_samples - record.consumed_samples, 0) / samples_per_step
+            seconds = seconds_per_step * (self._total_steps - record.step)
+        else:
+            samples_per_step = sum(list(self._step_samples)[-num_intervals:]) / num_intervals
+            seconds = seconds_per_step * (self._total_samples - record.consumed_samples) / samples_per_step
+        return f"{prefix}{format_duration(seconds)}" if seconds > 0 else ""
 
     def _position(self, step: int) -> str:
         return f" step {step:>{len(str(self._total_steps))}}/{self._total_steps}"
@@ -111,27 +153,38 @@ class ConsoleSink:
             print(line, file=self._stream, flush=True)
 
 
+def is_on_cpu(record: RunRecord) -> bool:
+    """Whether a run trains on CPUs."""
+    return record.device_memory_bytes is None and record.peak_flops is None
+
+
 def describe_run(record: RunRecord) -> str:
-    """One line about the run: recipe, devices, parallel layout and model size."""
-    axes = " ".join(f"{axis} {size}" for axis, size in record.layout.items())
+    """One line about the run: recipe, devices, the parallel axes that are divided, and model size."""
+    axes = " ".join(f"{axis} {size}" for axis, size in record.layout.items() if size > 1)
     threads, parameters, step = record.num_threads, record.num_parameters, record.resumed_from_step
     peak = (record.peak_flops or {}).get(record.mfu_dtype or "")
+    many = record.world_size > 1
     parts = [
         f" run {record.config_hash[:8]}",
         record.recipe,
-        f"{record.world_size} x {record.device_name} ({axes})",
-        "" if threads is None else f"{threads} thread{'s' if threads > 1 else ''} per rank",
+        f"{record.world_size} x {record.device_name} ({axes})" if many else record.device_name,
+        "" if threads is None else f"{threads} thread{'s' if threads > 1 else ''}{' per rank' if many else ''}",
         "" if parameters is None else f"{format_count(parameters)} parameters",
         "" if step is None else f"resumed from step {step}",
-        "no MFU: the peak of the device is unknown"
-        if peak is None
-        else f"MFU relative to {peak / 1e12:g} TFLOP/s {record.mfu_dtype} ({record.peak_source})",
+        f"MFU relative to {peak / 1e12:g} TFLOP/s {record.mfu_dtype} ({record.peak_source})" if peak else "",
+        "no MFU: the peak of the device is unknown" if not peak and not is_on_cpu(record) else "",
     ]
     return " | ".join(filter(None, parts))
 
 
-def describe_steps(records: list[StepRecord], *, show_throughput: bool) -> str:
-    """One line about consecutive steps, with the means that `ConsoleSink` describes."""
+def describe_steps(
+    records: list[StepRecord], *, show_throughput: bool, device_memory_bytes: Optional[int] = None
+) -> str:
+    """One line about consecutive steps, with the means that `ConsoleSink` describes.
+
+    Args:
+        device_memory_bytes: memory of a GPU; None: the line has no memory.
+    """
     last = records[-1]
     total_ms = sum(record.step_ms for record in records)
 
@@ -143,16 +196,21 @@ def describe_steps(records: list[StepRecord], *, show_throughput: bool) -> str:
 
     tokens_per_second, tflops = mean_rate("tokens_per_second"), mean_rate("model_tflops_per_device")
     mfu_fraction = mean_rate("mfu_fraction")
+    peak_bytes = last.memory_peak_bytes if device_memory_bytes else None
     trained = [record for record in records if not record.is_skipped] or records  # the loss of a skipped one may be NaN
     num_skipped = sum(record.is_skipped for record in records)
     parts = [
-        f"loss {sum(record.loss for record in trained) / len(trained):.4f}",
+        f"loss {sum(record.loss for record in trained) / len(trained):<7.4f}",
         f"mtp loss {mean_losses(trained)}" if last.mtp_losses else "",
-        "" if last.grad_norm is None else f"grad norm {last.grad_norm:.3g}",
+        "" if last.grad_norm is None else f"grad norm {last.grad_norm:>6.3g}",
         f"lr {last.learning_rate:.2e}",
         "" if last.loss_scale is None else f"loss scale {last.loss_scale:g}",
-        f"{total_ms / len(records):.{0 if total_ms >= 100 * len(records) else 1}f} ms",
-        "" if tokens_per_second is None else f"{format_count(tokens_per_second)} tok/s",
+        f"{total_ms / len(records):>6.{0 if total_ms >= 100 * len(records) else 1}f} ms",
+        "" if tokens_per_second is None else f"{format_count(tokens_per_second):>5} tok/s",
+        f"{format_count(last.consumed_tokens):>5} tokens",
+        f"{peak_bytes / 2**30:.1f} GiB ({peak_bytes / device_memory_bytes:.0%})"
+        if peak_bytes and device_memory_bytes
+        else "",
         f"{tflops:.3g} TFLOP/s per device" if show_throughput and tflops is not None else "",
         f"MFU {mfu_fraction:.1%}" if show_throughput and mfu_fraction is not None else "",
         "" if last.joules_per_token is None else f"{last.joules_per_token:.3g} J/token",
@@ -170,11 +228,15 @@ def mean_losses(records: list[StepRecord]) -> str:
 
 def describe_eval(record: EvalRecord) -> str:
     """One line about an evaluation."""
-    name = "validation" if record.split == "valid" else record.split
     return (
-        f"{name} loss {record.loss:.4f} | perplexity {record.perplexity:.4g} | "
+        f"{split_name(record.split)} loss {record.loss:.4f} | perplexity {record.perplexity:.4g} | "
         f"{format_count(record.num_tokens)} tokens | {record.eval_ms / 1000:.1f} s"
     )
+
+
+def split_name(split: str) -> str:
+    """The name of a split of the data as users know it."""
+    return "validation" if split == "valid" else split
 
 
 def format_count(value: float) -> str:

@@ -27,6 +27,9 @@ def test_choices_are_one_line() -> None:
     choices = [Choice("--a", "1", "first"), Choice("--b", "on", "second")]
     assert format_chosen(choices) == "chosen: --a 1 (first), --b on (second)"
     assert format_chosen([]) == ""
+    choices.append(Choice("--c", "on", "third", is_detail=True))
+    assert format_chosen(choices, with_details=False) == "chosen: --a 1 (first), --b on (second); 1 more with --verbose"
+    assert format_chosen(choices).endswith(", --c on (third)")
 
 
 @pytest.mark.parametrize(

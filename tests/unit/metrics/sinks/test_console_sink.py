@@ -49,17 +49,55 @@ def test_the_eta_counts_samples_where_the_batch_grows(make_step) -> None:
     assert stream.getvalue().splitlines()[-1].endswith("| ETA 0:20")
 
 
-def test_a_line_has_the_main_values(make_step) -> None:
+def test_a_line_has_the_main_values(make_step, make_run) -> None:
     stream = io.StringIO()
     sink = ConsoleSink(LoggingConfig(log_interval=2), total_steps=400, stream=stream, clock=Clock(0.5))
     common = {"learning_rate": 3e-4, "model_tflops_per_device": 0.125, "mfu_fraction": 0.412}
+    sink.write(make_run(device_name="NVIDIA H200", device_memory_bytes=80 * 2**30))
     sink.write(make_step(118, loss=9.0, **common))
     sink.write(make_step(119, loss=3.0, step_ms=300.0, tokens_per_second=10000.0, **common))
-    sink.write(make_step(120, loss=4.0, step_ms=100.0, tokens_per_second=30000.0, grad_norm=0.5, **common))
+    own = {"grad_norm": 0.5, "memory_peak_bytes": 20 * 2**30, "consumed_tokens": 12_345_678}
+    sink.write(make_step(120, loss=4.0, step_ms=100.0, tokens_per_second=30000.0, **own, **common))
     assert stream.getvalue().splitlines()[-1] == (
-        " step 120/400 | loss 3.5000 | grad norm 0.5 | lr 3.00e-04 | 200 ms | 15k tok/s | "
-        "0.125 TFLOP/s per device | MFU 41.2% | ETA 2:20"
+        " step 120/400 | loss 3.5000  | grad norm    0.5 | lr 3.00e-04 |    200 ms |   15k tok/s | 12.3M tokens | "
+        "20.0 GiB (25%) | 0.125 TFLOP/s per device | MFU 41.2% | ETA 2:20"
     )
+
+
+def test_columns_keep_their_places(make_step) -> None:
+    stream = io.StringIO()
+    sink = ConsoleSink(LoggingConfig(log_interval=1), total_steps=30, stream=stream)
+    for step, (loss, norm, ms) in enumerate(((10.2, 123.4, 8123.0), (9.1, 0.0812, 99.0), (8.0, 7.0, 412.0)), start=1):
+        sink.write(make_step(step, loss=loss, grad_norm=norm, step_ms=ms, tokens_per_second=1e6 / ms))
+    bars = {tuple(at for at, char in enumerate(line) if char == "|")[:6] for line in stream.getvalue().splitlines()}
+    assert len(bars) == 1
+
+
+def test_a_cpu_has_no_throughput_and_the_first_step_no_eta(make_step, make_run) -> None:
+    stream = io.StringIO()
+    sink = ConsoleSink(LoggingConfig(log_interval=1), total_steps=9, stream=stream, clock=Clock(1.0))
+    sink.write(make_run())
+    for step in (1, 2):
+        sink.write(make_step(step, model_tflops_per_device=0.125, memory_peak_bytes=2**30))
+    _, first, second = stream.getvalue().splitlines()
+    assert "TFLOP" not in second and "GiB" not in second
+    assert "ETA" not in first and second.endswith("ETA 0:07")
+
+
+def test_long_evaluations_are_announced_and_followed(make_step, make_eval) -> None:
+    stream = io.StringIO()
+    sink = ConsoleSink(LoggingConfig(log_interval=1), total_steps=9, stream=stream, clock=Clock(10.0))
+    for step in (1, 2):
+        sink.write(make_step(step, global_batch_size=4))
+    for num_done in range(4):
+        sink.show_evaluation(2, "valid", num_done, 4, 8)
+    lines = [line.split(" | ")[1] for line in stream.getvalue().splitlines()[2:]]
+    # 32 samples at a third of 10 s for 4 of them; a line every 15 s while the clock advances by 10 s for each batch.
+    assert lines == ["validation: 4 batches of 8 samples, about 0:27", "validation: 2 of 4 batches"]
+    sink.write(make_eval(2, 3.0))  # took 1.5 s
+    before = len(stream.getvalue())
+    sink.show_evaluation(4, "valid", 0, 4, 8)
+    assert len(stream.getvalue()) == before
 
 
 def test_unmeasured_and_unrequested_values_are_omitted(make_step) -> None:
@@ -103,19 +141,26 @@ def test_run_evaluation_and_event_lines(make_run, make_eval) -> None:
     sink = ConsoleSink(LoggingConfig(), total_steps=400, stream=stream)
     sink.write(make_run(num_parameters=4_200_000, resumed_from_step=20))
     sink.write(
-        make_run(device_name="NVIDIA H200", peak_flops={"bf16": 989.4e12}, peak_source="sheet", mfu_dtype="bf16")
+        make_run(
+            device_name="NVIDIA H200",
+            device_memory_bytes=141 * 10**9,
+            peak_flops={"bf16": 989.4e12},
+            peak_source="sheet",
+            mfu_dtype="bf16",
+        )
     )
-    sink.write(make_run(device_name="NVIDIA GB300", peak_flops={"bf16": 2500e12}, mfu_dtype="fp32"))
+    sink.write(
+        make_run(
+            device_name="NVIDIA GB300", world_size=1, layout={"data": 1}, peak_flops={"bf16": 2500e12}, mfu_dtype="fp32"
+        )
+    )
     sink.write(make_eval(20, 3.0))
     sink.write(make_eval(20, 3.0, split="test"))
     sink.write(EventRecord(step=20, name="checkpoint saved", detail="runs/a"))
     lines = stream.getvalue().splitlines()
-    assert lines[0] == (
-        " run 01234567 | bf16 | 2 x cpu (tensor 1 data 2) | 4.2M parameters | resumed from step 20 | "
-        "no MFU: the peak of the device is unknown"
-    )
+    assert lines[0] == (" run 01234567 | bf16 | 2 x cpu (data 2) | 4.2M parameters | resumed from step 20")
     assert lines[1].endswith("MFU relative to 989.4 TFLOP/s bf16 (sheet)")
-    assert lines[2].endswith("no MFU: the peak of the device is unknown")
+    assert lines[2] == " run 01234567 | bf16 | NVIDIA GB300 | no MFU: the peak of the device is unknown"
     assert lines[3] == " step  20/400 | validation loss 3.0000 | perplexity 20.09 | 65.5k tokens | 1.5 s"
     assert " test loss 3.0000" in lines[4]
     assert lines[5] == " step  20/400 | checkpoint saved: runs/a"
