@@ -28,9 +28,7 @@ from megafp8.analysis.tables import Table
 
 TITLE = "Comparison of recipes"
 # Of the table in the terminal, those that the page has between gap and memory.
-PAGE_COLUMNS = (
-    "seeds", "validation loss", "perplexity", "tokens/s", "speed", "tokens at equal loss", "time at equal loss",
-)  # fmt: skip
+PAGE_COLUMNS = ("seeds", "validation loss", "perplexity", "tokens/s", "speed")
 
 
 def render_page(comparison: Comparison, runs: Sequence[LoadedRun], *, title: str) -> str:
@@ -44,16 +42,25 @@ def render_page(comparison: Comparison, runs: Sequence[LoadedRun], *, title: str
             for row, color in zip(comparison.recipes, table_colors(comparison, recipes), strict=True)
         ],
         classes=[row.verdict.replace(" ", "-") for row in comparison.recipes],
-        notes=tables.notes(comparison),
         warnings=[*comparison.warnings, *run_warnings(runs)],
     )  # fmt: skip
+    first, *others = figures(comparison, recipes)
+    notes = [text for text in (tables.verdict_note(comparison), tables.control_note(comparison)) if text]
+    equal_loss = tables.equal_loss_table(comparison)
+    sections = [verdicts, first, *others]
+    if notes:
+        sections.insert(2, PageSection(title="What the verdicts mean", notes=notes))
+    if equal_loss is not None:
+        sections.append(
+            PageSection(title=equal_loss.title, table=equal_loss, notes=[tables.equal_loss_note(comparison)])
+        )
     return render(
         "page.html.jinja",
         title=title,
         headline=headline(comparison),
         conditions=conditions(recipes[0].runs[0], comparison),
         warnings=(),
-        sections=[verdicts, *figures(comparison, recipes)],
+        sections=sections,
         facts=facts(recipes[0].runs[0]),
         baseline=comparison.baseline,
         differences=comparison.differences,
@@ -133,14 +140,13 @@ def figures(comparison: Comparison, recipes: Sequence[DrawnRecipe]) -> list[Page
     colors = table_colors(comparison, recipes)
     has_seeds = max(len(recipe.pairs) for recipe in recipes) > 1
     mean = "Lines are means over the seeds, bands what the seeds span." if has_seeds else ""
-    interval = ", with the interval of its mean" if has_seeds else ""
+    interval = f", with {plot_comparison.band_text(recipes, comparison.confidence)}" if has_seeds else ""
     bound, baseline = percent(comparison.bound_fraction), comparison.baseline
     drawn = [
         (
             "Gap to " + baseline, plot_comparison.plot_gaps(comparison, colors) if comparison.has_gaps else None,
             f"Final validation loss against {baseline}'s of the same seed. A dot is a seed, the upright their mean, "
-            f"the pale bar its {comparison.confidence:.0%} interval, the dashed line the bound of {bound}. Left of "
-            f"zero is better than {baseline}.",
+            f"the pale bar its {comparison.confidence:.0%} interval, the dashed line the bound of {bound}.",
         ),
         (
             "Validation against tokens", plot_comparison.plot_validation(recipes, confidence=comparison.confidence),
@@ -201,6 +207,7 @@ def publish_comparison(
     title: str = TITLE,
     unfinished: Sequence[Unfinished] = (),
     include_unfinished: bool = False,
+    has_csv: bool = False,
 ) -> tuple[Comparison, list[Path]]:
     """Compare finished runs and write the files of the comparison.
 
@@ -214,6 +221,7 @@ def publish_comparison(
         unfinished: further unfinished runs of the recipes.
         include_unfinished: also compare unfinished runs that have at least one step, by their records so far. Their
             recipes then have no verdict.
+        has_csv: also write runs.csv and steps.csv.
 
     Returns:
         The comparison and the files written.
@@ -243,6 +251,8 @@ def publish_comparison(
         "comparison.md": tables.to_markdown(comparison),
         "comparison.json": tables.to_json(comparison),
     }
+    if has_csv:
+        contents |= {"runs.csv": tables.runs_csv(comparison), "steps.csv": tables.steps_csv(runs)}
     if comparison.has_gaps:
         gaps = plot_comparison.plot_gaps(comparison, table_colors(comparison, recipes))
         contents["gaps.svg"] = standalone_svg(to_svg(gaps, "gaps of the validation loss"))

@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Optional
 
 from megafp8.analysis.compare import Comparison, RecipeRow
-from megafp8.analysis.percent import rounded, rounded_up, signed
+from megafp8.analysis.percent import rounded_up, signed
 from megafp8.analysis.seed_statistics import CONTROL
 
 
@@ -23,7 +23,7 @@ class Difference:
     Attributes:
         mean: finite.
         low, high: interval of the mean; None with one seed.
-        sample: what the interval is computed from, such as "with 3 seeds".
+        sample: what the interval is computed from, such as "3 seeds".
     """
 
     name: str
@@ -56,35 +56,28 @@ def difference_sentences(differences: Sequence[Difference], baseline: str) -> li
     found = [each for each in differences if each.low is not None and each.high is not None]
     equal = [each for each in found if each.low == each.high == 0]
     unclear = [each for each in found if each not in equal and _ends(each)[0] <= 0 <= _ends(each)[1]]
-    sentences = [f"{each.name} and {baseline} ended with the same validation loss {each.sample}." for each in equal]
-    for sample, group in groupby(sorted(unclear, key=lambda each: each.sample), key=lambda each: each.sample):
-        sentences.append(_not_told_apart(list(group), baseline, sample))
-    for better in (True, False):
-        rows = [each for each in found if each not in (*equal, *unclear) and (each.mean < 0) == better]
-        sentences += [_better_or_worse(each, baseline) for each in rows]
-    if seen := [f"{signed(each.mean)} ({each.name})" for each in differences if each not in found]:
-        sentences.append(
-            f"One seed each: no interval; the difference in validation loss from {baseline} is {_listed(seen)}."
-        )
+    clear = [each for each in found if each not in (*equal, *unclear)]
+    groups = (
+        (f"Same validation loss as {baseline}", equal),
+        ("No difference found", unclear),
+        ("Better", [each for each in clear if each.mean < 0]),
+        ("Worse", [each for each in clear if each.mean > 0]),
+    )
+    sentences = []
+    for verdict, rows in groups:
+        for sample, group in groupby(sorted(rows, key=lambda each: each.sample), key=lambda each: each.sample):
+            shown = ", ".join(each.name if each in equal else _with_interval(each) for each in group)
+            against = "" if rows is equal else f", against {baseline}"
+            sentences.append(f"{verdict}: {shown} ({sample}{against}).")
+    if seen := [f"{each.name} {signed(each.mean)}" for each in differences if each not in found]:
+        sentences.append(f"One seed, so no interval: {', '.join(seen)} (against {baseline}).")
     return sentences
 
 
-def _not_told_apart(group: Sequence[Difference], baseline: str, sample: str) -> str:
-    excluded = rounded_up(max(abs(end) for each in group for end in _ends(each)))
-    limit = f"a difference in validation loss above {excluded} is excluded"
-    if len(group) == 1:
-        return f"{group[0].name} and {baseline} cannot be told apart {sample}; {limit}."
-    names = _listed([each.name for each in group])
-    return f"{names} cannot be told apart from {baseline} {sample}; {limit} for each."
-
-
-def _better_or_worse(difference: Difference, baseline: str) -> str:
-    low, high = map(rounded, sorted(map(abs, _ends(difference))))
-    size = f"{low} to {high}" if low != high else low
-    if low == "0%":
-        size = f"up to {rounded_up(max(map(abs, _ends(difference))))}"
-    word = "better" if difference.mean < 0 else "worse"
-    return f"{difference.name} is {word} than {baseline} by {size} in validation loss {difference.sample}."
+def _with_interval(difference: Difference) -> str:
+    """The name, the mean and half the width of its interval: fp8 +0.06% ±0.92%."""
+    low, high = _ends(difference)
+    return f"{difference.name} {signed(difference.mean)} \u00b1{rounded_up((high - low) / 2)}"
 
 
 def _ends(difference: Difference) -> tuple[float, float]:
@@ -94,7 +87,7 @@ def _ends(difference: Difference) -> tuple[float, float]:
 
 def _difference(row: RecipeRow) -> Difference:
     assert row.gap is not None and math.isfinite(row.gap.mean)
-    sample = f"with {len(row.gaps_fraction)} seeds"
+    sample = f"{len(row.gaps_fraction)} seeds"
     return Difference(name=row.name, mean=row.gap.mean, low=row.gap.low, high=row.gap.high, sample=sample)
 
 

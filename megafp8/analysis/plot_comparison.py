@@ -17,10 +17,13 @@ import numpy as np
 
 from megafp8.analysis import seed_statistics
 from megafp8.analysis.compare import Comparison, RecipeRow
-from megafp8.analysis.pairing import Pair, is_control, recipe_of
+from megafp8.analysis.pairing import Pair, is_control
+from megafp8.analysis.percent import count_text
 from megafp8.analysis.plotting import (
+    COLORS,
     GRAY,
     INK,
+    LIMIT_COLOR,
     PAGE_STYLE,
     new_figure,
     plot_style,
@@ -37,8 +40,6 @@ if TYPE_CHECKING:
 
     from megafp8.analysis.stability_gaps import SuiteGap
 
-COLORS = ("#e8590c", "#1c7ed6", "#2f9e44", "#ae3ec9", "#e64980", "#0ca678", "#f08c00", "#7048e8")
-BOUND_COLOR = "#e03131"
 WIDTH_INCHES, NARROW_INCHES = 8.6, 4.6
 WIDTH_PIXELS, HEIGHT_PIXELS = 1200, 640  # of the loss curves
 # The limits of the loss axes ignore this first part of the runs, whose steep fall would compress the rest.
@@ -48,6 +49,8 @@ LEGEND_ROW_INCHES = 0.2
 LETTERS_PER_INCH, LINE_LETTERS = 12, 6  # of names in a legend, and the width of the line beside a name
 MIN_REACH_FRACTION = 0.001  # smallest range of a gap axis, so that noise does not fill it
 GIB = 2**30
+VISIBLE_GAP_FRACTION = 0.03  # a smaller gap is within the width of a loss curve
+MIN_SEEDS_OF_BAND = 3
 MAX_EXPONENT = 700  # of e, in FP64
 
 
@@ -98,8 +101,8 @@ def plot_gap_rows(
     sizes = [abs(value) for value in values if math.isfinite(value)]
     reach = 110 * max([*sizes, 1.2 * (bound_fraction or 0), MIN_REACH_FRACTION])
     if bound_fraction is not None:
-        axes.axvspan(100 * bound_fraction, reach, color=BOUND_COLOR, alpha=0.08, linewidth=0)
-        axes.axvline(100 * bound_fraction, color=BOUND_COLOR, linewidth=1.2, linestyle=(0, (4, 3)))
+        axes.axvspan(100 * bound_fraction, reach, color=LIMIT_COLOR, alpha=0.08, linewidth=0)
+        axes.axvline(100 * bound_fraction, color=LIMIT_COLOR, linewidth=1.2, linestyle=(0, (4, 3)))
     axes.axvline(0, color=INK, linewidth=1)
     for y, (row, color) in enumerate(zip(rows, colors, strict=True)):
         finite = [100 * gap for gap in row.gaps_fraction if math.isfinite(gap)]
@@ -133,17 +136,31 @@ def plot_gaps(comparison: Comparison, colors: Sequence[str]) -> Figure:
     shown = [(row, color) for row, color in both if row.verdict and row.gap is not None]
     return plot_gap_rows(
         [row for row, _ in shown], [color for _, color in shown], bound_fraction=comparison.bound_fraction,
-        label="gap (%)",
+        label=gap_label(comparison.baseline),
     )  # fmt: skip
+
+
+def gap_label(baseline: str = "") -> str:
+    """Label of an axis of gaps. On a vertical axis it reads upwards."""
+    return f"better \u2190  gap{f' to {baseline}' if baseline else ''} (%)  \u2192 worse"
+
+
+def band_text(recipes: Sequence[DrawnRecipe], confidence: float) -> str:
+    """What the band of a gap is; with two seeds an interval would be as wide as the panel."""
+    return "the range over the seeds" if _has_few_seeds(recipes) else f"the {confidence:.0%} interval of its mean"
+
+
+def _has_few_seeds(recipes: Sequence[DrawnRecipe]) -> bool:
+    return min(len(recipe.pairs) for recipe in recipes) < MIN_SEEDS_OF_BAND
 
 
 @plot_style(PAGE_STYLE)
 def plot_validation(recipes: Sequence[DrawnRecipe], *, confidence: float) -> Optional[Figure]:
-    """Validation loss over tokens; below it the gap to the baseline with the interval of its mean.
+    """Validation loss over tokens; below it the gap to the baseline with the interval of its mean, or its range.
 
     None if no run was validated.
     """
-    band = seed_statistics.interval_band(confidence)
+    band = seed_statistics.full_range if _has_few_seeds(recipes) else seed_statistics.interval_band(confidence)
     gaps = _curves(_without_baseline(recipes), lambda pair: seed_statistics.validation_gap(pair.base, pair.run), band)
     losses = _run_curves(recipes, seed_statistics.validation_losses)
     figure = _plot_with_gaps(losses, gaps, "validation loss (nats)", marker="o")
@@ -203,18 +220,18 @@ def plot_speed_and_memory(comparison: Comparison, colors: Sequence[str]) -> Opti
 
     rows = comparison.drawn
     colors = [color for row, color in zip(comparison.recipes, colors, strict=True) if row in rows]
-    panels: dict[str, tuple[str, list[Optional[float]]]] = {
-        "tokens/s": ("{:,.0f}", [row.tokens_per_second for row in rows]),
-        "peak memory (GiB)": ("{:.3g}", [row.memory_peak_bytes and row.memory_peak_bytes / GIB for row in rows]),
+    panels: dict[str, tuple[Callable[[float], str], list[Optional[float]]]] = {
+        "tokens/s": (count_text, [row.tokens_per_second for row in rows]),
+        "peak memory (GiB)": ("{:.3g}".format, [row.memory_peak_bytes and row.memory_peak_bytes / GIB for row in rows]),
     }
-    panels = {label: (pattern, values) for label, (pattern, values) in panels.items() if any(values)}
+    panels = {label: (shown, values) for label, (shown, values) in panels.items() if any(values)}
     if not panels:
         return None
     figure, grid = _figure(0.8 + 0.34 * len(rows), columns=len(panels))
-    for axes, (label, (pattern, values)) in zip(np.atleast_1d(grid), panels.items(), strict=True):
+    for axes, (label, (shown, values)) in zip(np.atleast_1d(grid), panels.items(), strict=True):
         known = [value or 0.0 for value in values]
         bars = axes.barh(range(len(rows)), known, color=colors, alpha=0.75, height=0.6)
-        texts = ["not measured" if value is None else pattern.format(value) for value in values]
+        texts = ["not measured" if value is None else shown(value) for value in values]
         axes.bar_label(bars, texts, padding=4)
         axes.set_xlim(0, 1.28 * max(known))
         axes.xaxis.set_major_locator(MaxNLocator(4))
@@ -225,17 +242,25 @@ def plot_speed_and_memory(comparison: Comparison, colors: Sequence[str]) -> Opti
     return figure
 
 
-def _figure(height: float, *, rows: int = 1, columns: int = 1, width: float = WIDTH_INCHES) -> tuple[Figure, Any]:
+def _figure(
+    height: float, *, rows: int = 1, columns: int = 1, width: float = WIDTH_INCHES, ratios: tuple[float, float] = (1, 1)
+) -> tuple[Figure, Any]:
     figure = new_figure(width, height)
-    ratios = (1.7, 1) if rows == 2 else None
-    return figure, figure.subplots(rows, columns, sharex=rows > 1, height_ratios=ratios)
+    return figure, figure.subplots(rows, columns, sharex=rows > 1, height_ratios=ratios if rows == 2 else None)
+
+
+def _height_ratios(gaps: Curves) -> tuple[float, float]:
+    """Heights of the losses and of the gaps: equal curves hide each other, so their gaps get the room."""
+    ends = [np.abs(curve.mean[math.ceil(len(curve.mean) * STEEP_FRACTION) :]) for _, curve in gaps]
+    finite = np.concatenate([np.zeros(1), *(values[np.isfinite(values)] for values in ends)])
+    return (1, 1.7) if finite.max() < VISIBLE_GAP_FRACTION else (1.7, 1)
 
 
 def _plot_with_gaps(losses: Curves, gaps: Curves, loss_label: str, marker: str = "") -> Optional[Figure]:
     """Losses, and below them the gaps if there are any; None without losses."""
     if not losses:
         return None
-    figure, panels = _figure(4.6, rows=2) if gaps else _figure(2.9)
+    figure, panels = _figure(4.6, rows=2, ratios=_height_ratios(gaps)) if gaps else _figure(2.9)
     above, *below = np.atleast_1d(panels)
     _draw_losses(above, losses, loss_label, marker)
     for axes in below:
@@ -253,7 +278,8 @@ def _draw_losses(axes: Axes, losses: Curves, label: str, marker: str = "") -> No
     if not curves:
         return
     low = min(values.min() for values in curves)
-    high = max(values[min(len(values) - 1, math.ceil(len(values) * STEEP_FRACTION))] for values in curves)
+    steep_fraction = 0 if marker else STEEP_FRACTION  # validations are few, and the first one comes late
+    high = max(values[min(len(values) - 1, math.ceil(len(values) * steep_fraction))] for values in curves)
     if high > low:
         axes.set_ylim(low - 0.06 * (high - low), high + 0.06 * (high - low))
 
@@ -261,7 +287,7 @@ def _draw_losses(axes: Axes, losses: Curves, label: str, marker: str = "") -> No
 def _draw_gaps(axes: Axes, gaps: Curves, marker: str = "") -> None:
     """Gaps in percent, with an axis that is symmetric about zero and ignores the steep first part of the runs."""
     _draw(axes, [(recipe, _percent(curve)) for recipe, curve in gaps], marker=marker)
-    axes.set_ylabel("gap (%)")
+    axes.set_ylabel(gap_label())
     ends = [values[math.ceil(len(values) * STEEP_FRACTION) :] for values in _y_values(axes)]
     sizes = np.abs(np.concatenate([*ends, [100 * MIN_REACH_FRACTION]]))
     limit = 1.5 * float(np.max(sizes[np.isfinite(sizes)]))
@@ -363,32 +389,33 @@ def add_legend(axes: Axes) -> None:
 def plot_loss_curves(recipes: Sequence[DrawnRecipe], output: Path, title: str) -> Path:
     """Write a PNG of the losses over training tokens, of the first seed of each recipe.
 
-    Thin lines are the losses of the steps, thick lines their running means over a twenty-fifth of the run, markers the
-    validation losses. The lower panel shows the gap of each run to the first at the same step in percent.
+    Lines are running means over a twenty-fifth of the run, markers the validation losses. The lower panel shows the gap
+    of each run to the first at the same step in percent.
 
     Raises:
         DataError: a run has no step records.
     """
-    recipes = [replace(recipe, name=_final_loss(recipe.runs[0]), pairs=recipe.pairs[:1]) for recipe in recipes]
+    recipes = [replace(recipe, name=_final_loss(recipe), pairs=recipe.pairs[:1]) for recipe in recipes]
     runs = [recipe.runs[0] for recipe in recipes]
     for run in runs:
         if not run.steps:
             raise DataError(f"run {run.name} ({run.folder}) has no step records: there is no curve to draw")
-    figure, panels = _figure(HEIGHT_PIXELS / 100, rows=min(2, len(runs)), width=WIDTH_PIXELS / 100)
+    gaps = _curves(recipes[1:], seed_statistics.smoothed_gap)
+    figure, panels = _figure(
+        HEIGHT_PIXELS / 100, rows=min(2, len(runs)), width=WIDTH_PIXELS / 100, ratios=_height_ratios(gaps)
+    )
     above, *below = np.atleast_1d(panels)
     for recipe in recipes:
         above.plot(*seed_statistics.validation_losses(recipe.runs[0]), **_marker(recipe))
     _draw_losses(above, _run_curves(recipes, _smoothed_loss), "loss (nats per token)")
-    for run, recipe in zip(runs, recipes, strict=True):
-        above.plot(run.series("consumed_tokens"), run.series("loss"), color=recipe.color, linewidth=0.7, alpha=0.25)
-    above.plot([], [], "o", color=GRAY, label="markers: validation")
+    above.plot([], [], "o", color=GRAY, label="markers and numbers: validation")
     above.set_title(title, pad=12)
     above.legend(loc="upper right")
     for axes in below:
         for recipe in recipes[1:]:
             tokens, gaps = seed_statistics.validation_gap(recipe.pairs[0].base, recipe.pairs[0].run)
             axes.plot(tokens, 100 * gaps, **_marker(recipe))
-        _draw_gaps(axes, _curves(recipes[1:], seed_statistics.smoothed_gap))
+        _draw_gaps(axes, gaps)
     _token_axis(figure.axes[-1])
     return save_figure(figure, output)
 
@@ -399,7 +426,7 @@ def _marker(recipe: DrawnRecipe) -> dict[str, Any]:
     return {"linestyle": "none", "color": recipe.color, "zorder": 4, "markerfacecolor": "white", **shape}
 
 
-def _final_loss(run: LoadedRun) -> str:
-    """The recipe and the last validation loss."""
-    last = run.last_validation
-    return f"{recipe_of(run)}, final validation {last.loss:.4f}" if last else recipe_of(run)
+def _final_loss(recipe: DrawnRecipe) -> str:
+    """The name of the recipe and the last validation loss."""
+    last = recipe.runs[0].last_validation
+    return f"{recipe.name} {last.loss:.4f}" if last else recipe.name

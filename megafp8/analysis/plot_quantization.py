@@ -69,8 +69,12 @@ def plot_telemetry(
     _draw_fields(figure, axes[0], grids, field, [record.step for record in records], linears)
     if recipe is None:
         _draw_exponents(figure, axes[1], tensors[-1], linears, records[-1].step)
+    for panels in axes:
+        panels[0].set_ylabel("layer and linear")
     name = recipe or records[-1].recipe
-    figure.suptitle(f"{run.name}: {name}{' (tried)' if recipe else ''}", x=0.01, ha="left", fontweight="bold")
+    what = TITLES[field][:1].upper() + TITLES[field][1:]
+    tried = ", what-if recipe" if recipe else ""
+    figure.suptitle(f"{what}: {name}{tried} (run {run.name})", x=0.01, ha="left", fontweight="bold")
     return save_figure(figure, output)
 
 
@@ -164,7 +168,7 @@ def _draw_exponents(
         shown = np.where(shares > 0, shares, np.nan)
         image = _draw_heat_map(panel, shown, linears, title, LogNorm(1e-5, 1), first_edge=-1.5)
         panel.set_xlabel(f"exponent field at step {step} (-1: zeros, 0: subnormals)")
-    figure.colorbar(image, ax=axes, label="share of the codes")
+    figure.colorbar(image, ax=axes, label="share of the codes (white: no codes)")
 
 
 def _draw_heat_map(
@@ -260,8 +264,8 @@ def _draw_ranges(axes: Axes, panel: Panel, formats: Sequence[FormatRange]) -> No
     _draw_formats(axes, formats, floor)
     axes.set_yticks([10.0**exponent for exponent in range(math.ceil(math.log10(floor)), 1)])
     axes.set_yticks([], minor=True)
-    axes.set_xlabel("log2 of the magnitude to the largest number that its scale expresses")
-    axes.set_ylabel("share of the values")
+    axes.set_xlabel("log2(|x| / largest number that the scale represents)")
+    axes.set_ylabel("Share of the values")
     if any(ends.values()):
         axes.legend(loc="upper left")
     axes.set_title(panel.title)

@@ -13,8 +13,8 @@ import numpy as np
 
 from megafp8.analysis import plot_comparison
 from megafp8.analysis.pairing import Pair
-from megafp8.analysis.plot_comparison import BOUND_COLOR, WIDTH_INCHES, DrawnRecipe, add_legend, color_of
-from megafp8.analysis.plotting import GRAY, INK, PAGE_STYLE, new_figure, plot_style
+from megafp8.analysis.plot_comparison import WIDTH_INCHES, DrawnRecipe, add_legend, color_of, gap_label
+from megafp8.analysis.plotting import GRAY, INK, LIMIT_COLOR, PAGE_STYLE, new_figure, plot_style
 from megafp8.analysis.stability_gaps import SuiteGap
 from megafp8.analysis.stability_runs import SuiteRun
 from megafp8.analysis.stability_sweep import SweepRow
@@ -62,15 +62,15 @@ def plot_gap_rows(rows: Sequence[SuiteGap], *, spread_fraction: float | None = N
     colors = colors_of([BASELINE, *(row.name for row in rows)])
     figure = plot_comparison.plot_gap_rows(
         rows, [colors[row.name] for row in rows], bound_fraction=spread_fraction,
-        label="gap of the final validation loss (%)",
+        label=gap_label("its reference"),
     )  # fmt: skip
     axes = figure.axes[0]
     end = 0.97 * axes.get_xlim()[1]
     for y, row in enumerate(rows):
         if row.num_diverged:
-            axes.plot(end, y, "x", color=BOUND_COLOR)
+            axes.plot(end, y, "x", color=LIMIT_COLOR)
         if row.num_reference_diverged:
-            axes.plot(-end, y, "x", color=BOUND_COLOR)
+            axes.plot(-end, y, "x", color=LIMIT_COLOR)
     return figure
 
 
@@ -96,7 +96,7 @@ def plot_sweep(rows: Sequence[SweepRow], limit: float) -> Figure:
             bad = [rate for rate, loss in zip(row.rates, losses, strict=True) if loss == math.inf]
             axes.plot(bad, [1.04 * top] * len(bad), "x", color=colors[row.name], markersize=6)
     if math.isfinite(limit):
-        axes.axhline(limit, color=BOUND_COLOR, linewidth=1.2, linestyle=(0, (4, 3)))
+        axes.axhline(limit, color=LIMIT_COLOR, linewidth=1.2, linestyle=(0, (4, 3)))
     axes.set_xscale("log", base=2)
     axes.set_xticks(rows[0].rates, [f"{rate:g}" for rate in rows[0].rates])
     axes.set_xlabel("learning rate")

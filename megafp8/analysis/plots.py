@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Union
 
-from megafp8.analysis.plotting import GRAY, new_figure, plot_style, save_figure, use_si_prefixes
+from megafp8.analysis.plotting import COLORS, GRAY, new_figure, plot_style, save_figure, use_si_prefixes
 from megafp8.errors import DataError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FRAME_COLOR = "#adb5bd"
-FIRST_COLOR, SECOND_COLOR = "#1971c2", "#e8590c"
+SECOND_COLOR, FIRST_COLOR = COLORS[:2]
 
 
 @plot_style()

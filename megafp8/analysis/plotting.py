@@ -17,8 +17,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PICTURES = (".png", ".svg", ".pdf")
-COLORS = ("#e8590c", "#1971c2", "#2f9e44", "#9c36b5", "#c2255c", "#0c8599", "#f08c00")
+# The colours of Okabe and Ito, which colour-blind readers tell apart, without their black and yellow, and two more.
+COLORS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7b4173", "#8c6d31")
 GRAY = "#868e96"
+LIMIT_COLOR = "#9b2226"
+"""Of dashed lines that no curve should cross."""
 # Placeholders, which no curve uses; a page replaces them with its own text and grid colours.
 INK, GRID = "#0a0b0c", "#0c0b0a"
 PAGE_STYLE = {

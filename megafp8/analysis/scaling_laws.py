@@ -122,7 +122,7 @@ def skipped_cells_note(cells: Sequence[CellRow]) -> list[str]:
             )
     if not found:
         return []
-    return [f"passed over, as they have fewer seeds than what stands for their size and length: {'; '.join(found)}"]
+    return [f"Left out, because another configuration of their size and length has more seeds: {'; '.join(found)}"]
 
 
 def options_of(group: Sequence[Point]) -> dict[str, str]:
@@ -260,7 +260,7 @@ def fit_axis(name: str, best: Sequence[CellRow], recipes: Sequence[str], notes: 
     ]
     fits = fit_all(every)
     if not all(cells_of_recipe.has_spread for cells_of_recipe in every):
-        notes.append(f"no intervals for the laws over {name}: they come from seeds, and a cell has one only")
+        notes.append(f"The laws over {name} have no intervals: these come from seeds, and a cell has only one.")
     laws = tuple(law_row(recipe, every[number], fits, number) for number, recipe in enumerate(recipes))
     numbers = range(1, len(recipes))
     return Axis(
@@ -294,17 +294,18 @@ def unidentified_reason(name: str, by_recipe: Mapping[str, list[CellRow]]) -> st
     for recipe, rows in by_recipe.items():
         sizes, lengths = {row.parameters for row in rows}, {row.tokens for row in rows}
         if name == PARAMETERS and len(rows) > len(sizes):
-            return "no law over parameters alone: sizes were trained on several numbers of tokens"
+            return "Not fitted: the law in N alone. Sizes were trained on several numbers of tokens."
         if name == BOTH:
             x = np.log([X_OF[BOTH](row) for row in rows])
             is_plane = len(rows) and np.linalg.matrix_rank(x - x.mean(0), tol=1e-3) == 2
             if not is_plane or min(len(sizes), len(lengths)) < 3 or len(rows) < MIN_CELLS_TWO_TERMS:
                 return (
-                    "no law of parameters and tokens: it needs at least three sizes and three lengths that do not go "
-                    f"together, and {MIN_CELLS_TWO_TERMS} cells; {recipe} has {len(sizes)} sizes in {len(rows)} cells"
+                    "Not fitted: the law in N (parameters) and D (tokens). It needs at least 3 sizes and 3 run lengths "
+                    f"varied independently, in {MIN_CELLS_TWO_TERMS} cells; {recipe} has {len(sizes)} sizes in "
+                    f"{len(rows)} cells."
                 )
         elif len(rows) < MIN_CELLS:
-            return f"no law over {name}: it needs {MIN_CELLS} cells, and {recipe} has {len(rows)}"
+            return f"Not fitted: the law over {name}. It needs {MIN_CELLS} cells; {recipe} has {len(rows)}."
     return ""
 
 

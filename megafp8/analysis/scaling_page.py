@@ -10,11 +10,12 @@ import numpy as np
 
 from megafp8.analysis import scaling_report
 from megafp8.analysis.html import PageFigure, PageSection, render, standalone_svg, to_svg, write_files
-from megafp8.analysis.plot_comparison import COLORS as RECIPE_COLORS
-from megafp8.analysis.plot_comparison import WIDTH_INCHES, add_legend
+from megafp8.analysis.percent import count_text
+from megafp8.analysis.plot_comparison import WIDTH_INCHES, add_legend, gap_label
+from megafp8.analysis.plotting import COLORS as RECIPE_COLORS
 from megafp8.analysis.plotting import INK, PAGE_STYLE, new_figure, plot_style, use_si_prefixes
 from megafp8.analysis.scaling_laws import COMPUTE, PARAMETERS, X_OF
-from megafp8.analysis.scaling_report import ALT_TEXT, ScalingReport, analyse, count_text
+from megafp8.analysis.scaling_report import ALT_TEXT, ScalingReport, analyse
 from megafp8.analysis.study_points import POINTS_FILE, load_points
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def draw_gaps(axes: Axes, report: ScalingReport, name: str) -> None:
             axes.plot(points, curves[0], color=color)
             draw_band(axes, points, fitted.fits.interval(curves, [number, 0]), color)
     style_log_x(axes, f"gap to {report.baseline}, seed by seed")
-    axes.set_ylabel("gap, %")
+    axes.set_ylabel(gap_label())
 
 
 def draw_band(axes: Axes, x: np.ndarray, ends: Optional[tuple[np.ndarray, np.ndarray]], color: str) -> None:

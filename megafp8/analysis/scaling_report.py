@@ -8,6 +8,7 @@ from typing import Optional
 
 from megafp8.analysis import scaling_laws
 from megafp8.analysis.findings import Difference, difference_sentences
+from megafp8.analysis.percent import NOT_DETERMINED, count_text, is_wide
 from megafp8.analysis.power_laws import Estimate
 from megafp8.analysis.scaling_laws import BOTH, COMPUTE, PARAMETERS, Axis, CellRow, GapRow, SizeAgreement
 from megafp8.analysis.seed_statistics import CONFIDENCE
@@ -88,14 +89,7 @@ def analyse(study: StudyPoints, *, baseline: Optional[str] = None) -> ScalingRep
 
 
 ALT_TEXT = "Loss over compute and over parameters, the laws, and the gaps between recipes"
-LETTERS = (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 PERCENT, PLAIN = "{:+.2%}", "{:.3f}"
-
-
-def count_text(number: float) -> str:
-    """1,230,000 as `1.23M`."""
-    number = float(f"{number:.3g}")  # first, or 999,999 would be 1e+03k
-    return next((f"{number / size:.3g}{letter}" for letter, size in LETTERS if number >= size), f"{number:.3g}")
 
 
 def headline(report: ScalingReport) -> str:
@@ -145,8 +139,10 @@ def agreement_text(agreement: SizeAgreement) -> str:
 def factor_sentence(recipe: str, factor: Estimate, baseline: str) -> str:
     """What the compute of a recipe is worth, and whether that is a shift of the law."""
     if factor.low is None or factor.high is None:
-        return f"Compute in {recipe} is worth {factor.value:.1%} of compute in {baseline}, without an interval."
-    worth = f"Compute in {recipe} is worth {factor.low:.1%} to {factor.high:.1%} of compute in {baseline}"
+        return f"Compute in {recipe} is worth {factor.value:.0%} of compute in {baseline}, without an interval."
+    if is_wide(factor.low, factor.high):
+        return f"What compute in {recipe} is worth is {NOT_DETERMINED}: its interval spans more than a factor of 10."
+    worth = f"Compute in {recipe} is worth {factor.low:.0%} to {factor.high:.0%} of compute in {baseline}"
     if factor.low <= 1 <= factor.high:
         return f"{worth}: no shift of the scaling law is found."
     return f"{worth}: {recipe} needs {'more' if factor.high < 1 else 'less'} compute for the same loss."
@@ -195,6 +191,11 @@ def gap_table(report: ScalingReport) -> Table:
     )  # fmt: skip
 
 
+def positive_text(estimate: Estimate) -> str:
+    """A number above zero with its interval, unless that is too wide to say anything."""
+    return NOT_DETERMINED if is_wide(estimate.low, estimate.high) else estimate.text(PLAIN)
+
+
 def law_table(axis: Axis) -> Table:
     """Parameters of the laws over an axis."""
     symbols = {COMPUTE: ("C",), PARAMETERS: ("N",), BOTH: ("N", "D")}[axis.name]
@@ -203,9 +204,9 @@ def law_table(axis: Axis) -> Table:
         header += [f"A of {symbol}", f"exponent of {symbol}"]
     rows = []
     for law in axis.laws:
-        cells = [law.recipe, law.floor.text(PLAIN)]
+        cells = [law.recipe, positive_text(law.floor)]
         for coefficient, exponent in zip(law.coefficients, law.exponents, strict=True):
-            cells += [coefficient.text(PLAIN), exponent.text(PLAIN)]
+            cells += [positive_text(coefficient), positive_text(exponent)]
         rows.append((*cells, f"{law.worst_residual:.2%}", str(law.num_cells)))
     formula = " + ".join(
         f"A ({symbol} / {count_text(reference)})^-exponent"
@@ -225,8 +226,8 @@ def law_table(axis: Axis) -> Table:
 
 def shift_table(axis: Axis, baseline: str) -> Table:
     """Gaps of the laws to the baseline's, and effective x."""
-    rows = [(row.recipe, count_text(row.x), row.gap.text(PERCENT), row.effective.text(PLAIN)) for row in axis.shifts]
-    rows += [(recipe, "common law", "", factor.text(PLAIN)) for recipe, factor in axis.factors]
+    rows = [(row.recipe, count_text(row.x), row.gap.text(PERCENT), positive_text(row.effective)) for row in axis.shifts]
+    rows += [(recipe, "common law", "", positive_text(factor)) for recipe, factor in axis.factors]
     what = "FLOPs" if axis.name == COMPUTE else "parameters"
     return Table(
         title=f"Is the law over {axis.name} shifted?",

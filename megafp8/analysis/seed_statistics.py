@@ -228,9 +228,13 @@ def ratio_interval(ratios: Sequence[float], confidence: float = CONFIDENCE) -> I
 
 
 def smoothed_field(run: LoadedRun, field: str) -> tuple[np.ndarray, np.ndarray]:
-    """(training tokens, running mean of a field of the step records), both [steps]."""
-    values = run.series(field)
-    return run.series("consumed_tokens"), smooth(values, smoothing_window(len(values)))
+    """(training tokens, running mean of a field of the step records), both [steps].
+
+    They end a quarter of a window before the last step: the means after that are of few steps, and look like a spike.
+    """
+    values, window = run.series(field), smoothing_window(len(run.steps))
+    end = len(values) - window // 4
+    return run.series("consumed_tokens")[:end], smooth(values, window)[:end]
 
 
 def smoothed_gap(pair: Pair) -> tuple[np.ndarray, np.ndarray]:

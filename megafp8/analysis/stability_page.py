@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Optional
 from megafp8.analysis import plot_comparison, plot_stability
 from megafp8.analysis.comparison_page import facts, run_warnings
 from megafp8.analysis.html import PageSection, page_figure, render, write_files
-from megafp8.analysis.percent import rounded, signed, signed_interval
+from megafp8.analysis.percent import NOT_DETERMINED, is_wide, rounded, signed, signed_interval
 from megafp8.analysis.plot_stability import drawn_recipes
 from megafp8.analysis.seed_statistics import BEYOND, CONFIDENCE, CONTROL, WITHIN
 from megafp8.analysis.stability import SuiteReport, build_report
@@ -187,7 +187,9 @@ def sweep_cells(row: SweepRow) -> tuple[str, ...]:
     ratio = "-" if row.octaves is None else ratio_text(row.octaves.mean)
     interval = "-"
     if row.octaves is not None and row.octaves.low is not None and row.octaves.high is not None:
+        is_undetermined = is_wide(2**row.octaves.low, 2**row.octaves.high)
         interval = f"{ratio_text(row.octaves.low)} to {ratio_text(row.octaves.high)}"
+        interval = NOT_DETERMINED if is_undetermined else interval
     open_end = " (end of the sweep)" if row.is_open else ""
     return row.name, row.verdict or "baseline", shown + open_end or "-", ratio, interval, str(len(row.edges))
 

@@ -1,22 +1,36 @@
-"""Comparison as text: for a terminal, as Markdown and as JSON."""
+"""Comparison as text: for a terminal, as Markdown, JSON and CSV."""
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Optional, Union
+from typing import Any, Optional, Union
 
 from megafp8.analysis.compare import Comparison, ComparisonRow, RecipeRow
 from megafp8.analysis.findings import headline
-from megafp8.analysis.percent import percent, signed, signed_interval
+from megafp8.analysis.percent import (
+    MAX_INTERVAL_RATIO,
+    NOT_DETERMINED,
+    count_text,
+    is_wide,
+    percent,
+    signed,
+    signed_interval,
+)
+from megafp8.analysis.runs import LoadedRun
 from megafp8.analysis.seed_statistics import CONTROL, Interval
 from megafp8.utils.files import visible
 from megafp8.utils.formatting import escape_markdown, escaped_markdown_table, text_table
 from megafp8.utils.strict_json import to_strict_json
 
 MIB = 2**20
+WORD_COLUMNS = ("run", "recipe", "verdict", "tokens at equal loss", "time at equal loss")
+MAX_COLUMNS = 100
+"""Characters of a line in a terminal."""
 Row = Union[RecipeRow, ComparisonRow]
 
 
@@ -32,8 +46,9 @@ class Table:
 
     @classmethod
     def of_columns(cls, title: str, columns: Mapping[str, Sequence[str]]) -> Table:
-        """The columns that have a value, by their headers. The first two have words."""
-        table = cls(title=title, header=tuple(columns), rows=tuple(zip(*columns.values(), strict=True)), sides="ll")
+        """The columns that have a value, by their headers."""
+        sides = "".join("l" if name in WORD_COLUMNS else "r" for name in columns)
+        table = cls(title=title, header=tuple(columns), rows=tuple(zip(*columns.values(), strict=True)), sides=sides)
         return table.without_empty_columns()
 
     def without_empty_columns(self) -> Table:
@@ -46,9 +61,26 @@ class Table:
             rows=tuple(tuple(row[index] for index in shown) for row in self.rows),
         )  # fmt: skip
 
-    def to_text(self) -> str:
-        """For a terminal, without title and note."""
-        return text_table(self.header, self.rows, self.sides)
+    def to_text(self, max_columns: int = MAX_COLUMNS) -> str:
+        """For a terminal, without title and note: one table, or several with the same first column if it is too wide.
+
+        Args:
+            max_columns: characters of a line, unless two columns already have more.
+        """
+        columns = list(zip(self.header, *self.rows, strict=True))
+        widths = [max(map(len, map(visible, column))) for column in columns]
+        blocks: list[list[int]] = [[0]]
+        for index in range(1, len(columns)):
+            width = sum(widths[each] + 2 for each in blocks[-1]) + widths[index]
+            if width > max_columns and len(blocks[-1]) > 1:
+                blocks.append([0])
+            blocks[-1].append(index)
+        sides = self.sides.ljust(len(columns), "r")
+        shown = []
+        for block in blocks:
+            header, *rows = zip(*(columns[index] for index in block), strict=True)
+            shown.append(text_table(header, rows, "".join(sides[index] for index in block)))
+        return "\n\n".join(shown)
 
     def to_markdown(self) -> str:
         """As Markdown, without title and note."""
@@ -76,10 +108,42 @@ def to_json(comparison: Comparison) -> str:
     return to_strict_json({"headline": headline(comparison)} | dataclasses.asdict(comparison))
 
 
+STEP_FIELDS = (
+    "step", "consumed_tokens", "loss", "learning_rate", "grad_norm", "step_ms", "tokens_per_second",
+    "memory_peak_bytes",
+)  # fmt: skip
+
+
+def runs_csv(comparison: Comparison) -> str:
+    """The runs as CSV: a line for each, with all fields of `ComparisonRow`."""
+    return _csv([dataclasses.asdict(row) for row in comparison.rows])
+
+
+def steps_csv(runs: Sequence[LoadedRun]) -> str:
+    """The steps of all runs as CSV, with the loss of the validation after a step where there was one."""
+    rows = []
+    for run in runs:
+        validated = {record.step: record.loss for record in run.evals_of("valid")}
+        for record in run.steps:
+            values = {name: getattr(record, name) for name in STEP_FIELDS}
+            rows.append({"run": run.name} | values | {"validation_loss": validated.get(record.step)})
+    return _csv(rows)
+
+
+def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows with the same keys as CSV; None is an empty cell."""
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, fieldnames=list(rows[0]) if rows else [], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return stream.getvalue()
+
+
 def _tables(comparison: Comparison) -> list[Table]:
     """The table of recipes, and the table of runs if a recipe has more than one."""
     has_more_runs = len(comparison.rows) > len(comparison.drawn)
-    return [recipe_table(comparison), *([run_table(comparison)] if has_more_runs else [])]
+    found = [recipe_table(comparison), equal_loss_table(comparison), run_table(comparison) if has_more_runs else None]
+    return [table for table in found if table is not None]
 
 
 def recipe_table(comparison: Comparison) -> Table:
@@ -96,17 +160,28 @@ def recipe_columns(comparison: Comparison) -> dict[str, list[str]]:
     intervals = [None if row.name == baseline else row.gap for row in rows]
     return {
         "run": [row.name for row in rows],
-        "recipe": [row.recipe for row in rows],
         "seeds": [shown_seeds(row) for row in rows],
         "validation loss": [optional(row.validation_loss, "{:.4f}") for row in rows],
         "gap": ["baseline" if row.name == baseline else shown_gap(row.gap) for row in rows],
         f"{comparison.confidence:.0%} interval": [signed_interval(interval) for interval in intervals],
         f"bound {percent(comparison.bound_fraction)}": [row.verdict or "-" for row in rows],
         "training gap": [shown_training_gap(row, baseline) for row in rows],
-        "tokens at equal loss": [shown_ratio(row.equal_loss_tokens) for row in rows],
-        "time at equal loss": [shown_ratio(row.equal_loss_time) for row in rows],
+        "recipe": [row.recipe for row in rows],
         **_common_columns(rows),
     }
+
+
+def equal_loss_table(comparison: Comparison) -> Optional[Table]:
+    """Tokens and time to the same loss, of the recipes that have them; None if none has."""
+    rows = [row for row in comparison.recipes if row.equal_loss_tokens is not None]
+    columns = {
+        "run": [row.name for row in rows],
+        "tokens at equal loss": [shown_ratio(row.equal_loss_tokens) for row in rows],
+        "time at equal loss": [shown_ratio(row.equal_loss_time) for row in rows],
+    }
+    if not rows:
+        return None
+    return Table.of_columns("Tokens and time at equal loss", columns)
 
 
 def run_table(comparison: Comparison) -> Table:
@@ -114,12 +189,13 @@ def run_table(comparison: Comparison) -> Table:
     rows = comparison.rows
     columns = {
         "run": [row.name for row in rows],
-        "recipe": [row.recipe for row in rows],
         "seed": [f"{row.seed}" for row in rows],
         "validation loss": [optional(row.validation_loss, "{:.4f}") for row in rows],
         "gap": ["-" if row.relative_gap_fraction is None else finite(row.relative_gap_fraction) for row in rows],
+        **_common_columns(rows),
+        "recipe": [row.recipe for row in rows],
     }
-    return Table.of_columns("Table of runs", columns | _common_columns(rows))
+    return Table.of_columns("Table of runs", columns)
 
 
 def notes(comparison: Comparison) -> list[str]:
@@ -149,9 +225,9 @@ def equal_loss_note(comparison: Comparison) -> str:
     if all(row.equal_loss_tokens is None for row in comparison.recipes):
         return ""
     return (
-        f"Tokens and time at equal loss: what a recipe takes over what {comparison.baseline} takes to the same "
-        "validation loss, which is the larger of the last losses of a pair; below 1x is better. Validations are joined "
-        "by straight lines. Time is the sum of step times."
+        f"Tokens and time at equal loss: those of a recipe over those of {comparison.baseline}, to the same validation "
+        "loss, which is the larger of a pair's last losses. Below 1x is better. Time is the sum of step times. Not "
+        f"determined: the interval spans more than a factor of {MAX_INTERVAL_RATIO:g}."
     )
 
 
@@ -163,8 +239,8 @@ def control_note(comparison: Comparison) -> str:
         return ""
     reach = max(map(abs, row.gaps_fraction))
     return (
-        f"{row.name} is {comparison.baseline} with its gradients summed in another order: up to {reach:.2%} lies "
-        "between the two in a seed. A gap of that size is what any change of rounding does to a run, and no finding."
+        f"{row.name} is a control: {comparison.baseline} with its gradients summed in another order. In one seed they "
+        f"differ by up to {reach:.2%}; any change of rounding causes gaps of this size."
     )
 
 
@@ -185,9 +261,11 @@ def shown_training_gap(row: RecipeRow, baseline: str) -> str:
 
 
 def shown_ratio(ratio: Optional[Interval]) -> str:
-    """1.05x (0.98x to 1.12x); - without a ratio."""
+    """1.05x (0.98x to 1.12x); - without a ratio, and "not determined" for a wide interval."""
     if ratio is None:
         return "-"
+    if is_wide(ratio.low, ratio.high):
+        return NOT_DETERMINED
     band = "" if ratio.low is None or ratio.high is None else f" ({ratio.low:.2f}x to {ratio.high:.2f}x)"
     return f"{ratio.mean:.2f}x{band}"
 
@@ -208,7 +286,7 @@ def _common_columns(rows: Sequence[Row]) -> dict[str, list[str]]:
         "TFLOP/s per device": [optional(row.model_tflops_per_device, "{:.3g}") for row in rows],
         "peak MiB": [optional(row.memory_peak_bytes and row.memory_peak_bytes / MIB, "{:,.0f}") for row in rows],
         "steps": [optional(row.steps, "{}") for row in rows],
-        "tokens": [optional(row.consumed_tokens, "{:,}") for row in rows],
+        "tokens": ["-" if row.consumed_tokens is None else count_text(row.consumed_tokens) for row in rows],
     }
 
 

@@ -6,9 +6,12 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megafp8.config.schema import DataConfig
 from megafp8.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megafp8.config.schema import DataConfig
 
 TOKENIZER = "ByteLevelTokenizer"
 DATA_SETTINGS = ("data.data_path", "data.train_data_path", "data.mock_data")

@@ -43,6 +43,7 @@ def add_comparison_flags(group: Any) -> None:
                    default=0.5, metavar="PERCENT"),
         float_flag("--confidence", "confidence level of the intervals (default: %(default)g)", default=95.0,
                    metavar="PERCENT"),
+        switch("--csv", "with --output-dir, also write runs.csv and steps.csv"),
         switch("--include-unfinished", "also show results of unfinished runs; their recipes get no verdict"),
         int_flag("--warmup-steps", "first steps to leave out of the speed (default: %(default)s)", default=10),
         argument("--title", "title of the page and the plots", default="Comparison of recipes"),
@@ -56,7 +57,10 @@ def problems_of(arguments: argparse.Namespace) -> list[str]:
         f"--confidence {arguments.confidence:g} must be above 0 and below 100 percent": 0 < arguments.confidence < 100,
         f"--warmup-steps {arguments.warmup_steps} must be at least 0": arguments.warmup_steps >= 0,
     }
-    return [text for text, is_right in checks.items() if not is_right]
+    problems = [text for text, is_right in checks.items() if not is_right]
+    if arguments.csv and arguments.output_dir is None:
+        problems.append("--csv has no effect without --output-dir: give the folder to write to")
+    return problems
 
 
 @returns_exit_status("compare")
@@ -72,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
         arguments.runs, baseline=arguments.baseline, output_folder=arguments.output_dir,
         warmup_steps=arguments.warmup_steps, bound_fraction=arguments.bound / 100,
         confidence=arguments.confidence / 100, title=arguments.title,
-        include_unfinished=arguments.include_unfinished,
+        include_unfinished=arguments.include_unfinished, has_csv=arguments.csv,
     )  # fmt: skip
     print(tables.to_json(comparison) if arguments.json else tables.to_text(comparison))
     for path in written:

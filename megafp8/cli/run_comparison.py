@@ -8,7 +8,7 @@ Flags after -- that name no model replace those of a built-in size, and data are
 unless the flags name others. With a model they are the complete training command, unless --size is given, too.
 
 Runs are in OUTPUT/RECIPE/SEED. Repeating the command skips runs that are done and resumes the others. A run that
-fails is reported, and the others continue. The report is in OUTPUT/report: report.html, Markdown, JSON, CSV and plots.
+fails is reported, and the others continue. The report is in OUTPUT/report: report.html, Markdown, JSON and plots.
 `megafp8 compare` writes it again from the records, on any machine.
 
 Recipes: bf16, bf16-control (other microbatches, to show the effect of rounding alone), tensorwise, delayed, rowwise,
@@ -67,6 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
                    default=0.5, metavar="PERCENT"),
         argument("--title", "title of the report", default="Comparison of recipes"),
         switch("--no-report", "train only"),
+        switch("--csv", "also write runs.csv and steps.csv to the report's folder"),
         switch("--dry-run", "check everything, print the commands and stop; built-in data are written"),
         argument("flags", "after --: flags that all runs share", nargs="*", metavar="FLAGS"),
     )  # fmt: skip
@@ -264,6 +265,7 @@ def report(runs: Sequence[PooledRun], options: argparse.Namespace) -> None:
         [run.folder for run in runs if current_state(run.folder) is not None], baseline=runs[0].folder.parent.name,
         output_folder=options.output_dir / "report", bound_fraction=options.bound / 100, title=options.title,
         unfinished=[describe_unfinished(run.folder) for run in runs if current_state(run.folder) is None],
+        has_csv=options.csv,
     )  # fmt: skip
     print(tables.to_text(comparison))
     for path in written:

@@ -155,7 +155,7 @@ def machine_problems(runs: Sequence[StudyRun]) -> dict[str, list[str]]:
 
 def plan_text(selected: Sequence[StudyProgress], gpu: Optional[str]) -> str:
     """Return two lines for each run, and sums over those that are not done."""
-    from megafp8.analysis.scaling_report import count_text
+    from megafp8.analysis.percent import count_text
     from megafp8.launch import study_execution
 
     def count(number: Optional[float]) -> str:

@@ -1,5 +1,6 @@
 """The command line of tools/compare_runs.py as a user starts it."""
 
+import csv
 import json
 import math
 import subprocess
@@ -42,6 +43,17 @@ def test_the_table_and_the_files(folders, tmp_path) -> None:
     assert "fp8 arithmetic" in result.stdout
     assert "+10.00%" in result.stdout
     assert {path.name for path in (tmp_path / "out").iterdir()} == OUTPUTS
+
+
+def test_runs_and_steps_as_csv(folders, tmp_path) -> None:
+    assert compare(*folders, "--csv", "--output-dir", tmp_path / "out").returncode == 0
+    runs, steps = (list(csv.DictReader((tmp_path / "out" / name).open())) for name in ("runs.csv", "steps.csv"))
+    assert [row["name"] for row in runs] == ["bf16", "fp8"] and float(runs[1]["validation_loss"]) == 3.3
+    assert [(row["run"], row["step"], row["validation_loss"]) for row in steps] == [
+        ("bf16", "1", "3.0"),
+        ("fp8", "1", "3.3"),
+    ]
+    assert "--csv has no effect without --output-dir" in compare(*folders, "--csv").stderr
 
 
 def test_json_and_baseline(folders) -> None:

@@ -181,10 +181,10 @@ def test_print_cuts_nothing_off(browser: Any, report: Path) -> None:
 def test_verdicts_and_notes_are_in_the_text(report: Path) -> None:
     """Without a browser, too: what the page says about six recipes."""
     text = report.read_text(encoding="utf-8")
-    assert "mxfp8 and &lt;odd &amp; name&gt; cannot be told apart from bf16 with 3 seeds; a difference in" in text
-    assert "nvfp4 is worse than bf16 by 2.97% to 3.01% in validation loss with 3 seeds." in text
+    assert "No difference found: mxfp8 " in text and "&lt;odd &amp; name&gt; " in text
+    assert "Worse: nvfp4 +2.99% \u00b10.02% (3 seeds, against bf16)." in text
     assert re.search(r'<td class="left verdict control">control</td>', text)
-    assert "bf16-control is bf16 with its gradients summed in another order" in text
+    assert "bf16-control is a control: bf16 with its gradients summed in another order" in text
     assert "Recipes were emulated" in text and "<odd" not in text
     assert "http://" not in text.replace("http://www.w3.org", "") and "https://" not in text
     assert "<script" not in text and len(text) < 1_500_000

@@ -83,7 +83,7 @@ def test_the_report_can_be_written_twice(finished, tmp_path: Path) -> None:
     first = run("tools/scaling_report.py", folder, "--output-dir", tmp_path)
     assert first.returncode == 0, first.stderr
     assert "tiny: The gap of fp8 is from " in first.stdout and "is not pooled: a test of whether" in first.stdout
-    assert "no law over compute: it needs 4 cells" in first.stdout
+    assert "Not fitted: the law over compute. It needs 4 cells" in first.stdout
     assert "4 runs. bf16; fp8: fp8 hybrid tensorwise, emulated, on bf16" in first.stdout
     written = {"report.html", "report.md", "laws.svg", "report.json", "points.json"}
     assert {path.name for path in tmp_path.iterdir()} == written

@@ -18,7 +18,7 @@ from megafp8.analysis.seed_statistics import (
     reached_at,
     validation_losses_over_time,
 )
-from megafp8.analysis.tables import recipe_table, to_markdown
+from megafp8.analysis.tables import equal_loss_table, to_markdown
 
 BASE = {10: 4.0, 20: 3.0, 30: 2.5}
 
@@ -109,6 +109,6 @@ def test_a_comparison_has_the_ratios_with_bands(write_run) -> None:
     base, own = comparison.recipes
     assert base.equal_loss_tokens is None
     assert own.equal_loss_tokens is not None and own.equal_loss_tokens.mean == pytest.approx(math.sqrt(1.5 * 30 / 19))
-    header = recipe_table(comparison).header
-    assert "tokens at equal loss" in header and "time at equal loss" in header
-    assert "the larger of the last losses of a pair" in to_markdown(comparison)
+    table = equal_loss_table(comparison)
+    assert table is not None and table.header == ("run", "tokens at equal loss", "time at equal loss")
+    assert "the larger of a pair's last losses" in to_markdown(comparison)

@@ -17,47 +17,33 @@ from megafp8.analysis.percent import percent, rounded, rounded_up, signed
 from megafp8.analysis.runs import LoadedRun, Unfinished, load_runs
 
 NAN = float("nan")
-APART = "cannot be told apart with 3 seeds; a difference in validation loss above"
-SEEDS = "in validation loss with 3 seeds."
-ONE_SEED = "One seed each: no interval; the difference in validation loss from bf16 is"
+SEEDS = "(3 seeds, against bf16)."
 
 
 def difference(name: str, low: Optional[float], high: Optional[float], mean: float = 0.0, n: int = 3) -> Difference:
     middle = mean if low is None or high is None else (low + high) / 2
-    return Difference(name=name, mean=middle, low=low, high=high, sample=f"with {n} seeds")
+    return Difference(name=name, mean=middle, low=low, high=high, sample=f"{n} seeds")
 
 
 @pytest.mark.parametrize(
     ("differences", "sentences"),
     [
-        (
-            [difference("fp8", -0.001, 0.00395)],
-            [f"fp8 and bf16 {APART} 0.4% is excluded."],
-        ),
-        (
-            [difference("fp8", -0.0049, 0.001)],
-            [f"fp8 and bf16 {APART} 0.49% is excluded."],
-        ),
+        ([difference("fp8", -0.001, 0.00395)], [f"No difference found: fp8 +0.15% \u00b10.25% {SEEDS}"]),
+        ([difference("fp8", -0.004, 0.004)], [f"No difference found: fp8 0.00% \u00b10.40% {SEEDS}"]),
         (
             [difference("fp8", -0.001, 0.004), difference("mxfp8", -0.002, 0.001), difference("a", -0.07, 0.2, n=2)],
             [
-                "a and bf16 cannot be told apart with 2 seeds; a difference in validation loss above 20% is excluded.",
-                "fp8 and mxfp8 cannot be told apart from bf16 with 3 seeds; a difference in validation loss above 0.4% "
-                "is excluded for each.",
+                "No difference found: a +6.50% \u00b113.50% (2 seeds, against bf16).",
+                f"No difference found: fp8 +0.15% \u00b10.25%, mxfp8 -0.05% \u00b10.15% {SEEDS}",
             ],
         ),
-        ([difference("fp8", 0.0014, 0.0064)], [f"fp8 is worse than bf16 by 0.14% to 0.64% {SEEDS}"]),
-        ([difference("fp8", -0.0064, -0.002)], [f"fp8 is better than bf16 by 0.2% to 0.64% {SEEDS}"]),
-        ([difference("fp8", 0.005, 0.005)], [f"fp8 is worse than bf16 by 0.5% {SEEDS}"]),
-        ([difference("fp8", 0.00001, 0.0033)], [f"fp8 is worse than bf16 by up to 0.33% {SEEDS}"]),
-        ([difference("fp8", 0.0, 0.0)], ["fp8 and bf16 ended with the same validation loss with 3 seeds."]),
-        (
-            [difference("fp8", None, None, 0.0028)],
-            [f"{ONE_SEED} +0.28% (fp8)."],
-        ),
+        ([difference("fp8", 0.0014, 0.0064)], [f"Worse: fp8 +0.39% \u00b10.25% {SEEDS}"]),
+        ([difference("fp8", -0.0064, -0.002)], [f"Better: fp8 -0.42% \u00b10.22% {SEEDS}"]),
+        ([difference("fp8", 0.0, 0.0)], ["Same validation loss as bf16: fp8 (3 seeds)."]),
+        ([difference("fp8", None, None, 0.0028)], ["One seed, so no interval: fp8 +0.28% (against bf16)."]),
         (
             [difference("fp8", None, None, 0.0028), difference("fp4", None, None, -0.011)],
-            [f"{ONE_SEED} +0.28% (fp8) and -1.10% (fp4)."],
+            ["One seed, so no interval: fp8 +0.28%, fp4 -1.10% (against bf16)."],
         ),
         ([], []),
     ],
@@ -85,13 +71,13 @@ def stopped(recipe: str, seed: int, *, is_diverged: bool = False) -> Unfinished:
     return Unfinished(recipe=recipe, name=f"{recipe}/seed{seed}", reason="it stopped", is_diverged=is_diverged)
 
 
-TOLD_APART = "fp8 and bf16 cannot be told apart with 2 seeds; a difference in validation loss above 12.71% is excluded."
+UNCLEAR = "No difference found: fp8 0.00% \u00b112.71% (2 seeds, against bf16)."
 
 
 @pytest.mark.parametrize(
     ("losses", "unfinished", "text"),
     [
-        ({"bf16": [2, 2], "fp8": [2.02, 1.98]}, [], TOLD_APART),
+        ({"bf16": [2, 2], "fp8": [2.02, 1.98]}, [], UNCLEAR),
         ({"bf16": [2, 2], "fp8": [2.02, NAN]}, [], "fp8 diverged in 1 of 2 runs."),
         ({"bf16": [2], "fp8": [NAN]}, [], "fp8 diverged."),
         ({"bf16": [2, 2], "fp8": [2, 2]}, [stopped("fp8", 3, is_diverged=True)], "fp8 diverged in 1 of 3 runs."),
@@ -102,7 +88,7 @@ TOLD_APART = "fp8 and bf16 cannot be told apart with 2 seeds; a difference in va
         ({"bf16": [2]}, [stopped("fp8", 1)], "fp8 is unfinished: there is no finding yet."),
         (
             {"bf16": [2, 2], "fp8": [2.02, 1.98]}, [stopped("mx", 1), stopped("fp4", 1, is_diverged=True)],
-            f"{TOLD_APART} fp4 diverged. mx is unfinished: there is no finding yet.",
+            f"{UNCLEAR} fp4 diverged. mx is unfinished: there is no finding yet.",
         ),
         (
             {"bf16": [2, 2], "fp8": [2, 2], "mx": [2, 2]}, [stopped("bf16", 3)],
@@ -137,7 +123,7 @@ def test_the_control_is_a_finding_where_nothing_else_is_compared(write_run) -> N
         write_run(f"{name}/seed{seed}", [4.0], validations={1: 2.0}, config={"training": {"seed": seed, "x": name}})
         for name in ("bf16", "bf16-control") for seed in (1, 2)
     ]  # fmt: skip
-    text = "bf16-control and bf16 ended with the same validation loss with 2 seeds."
+    text = "Same validation loss as bf16: bf16-control (2 seeds)."
     assert headline(compare_runs(load_runs(folders))) == text
 
 
@@ -145,9 +131,9 @@ def test_every_output_has_the_headline(write_recipes) -> None:
     runs = write_recipes(bf16=[2, 2], fp8=[2.02, 1.98])
     comparison = compare_runs(runs)
     for output in (tables.to_text(comparison), tables.to_markdown(comparison)):
-        assert output.splitlines()[0] == TOLD_APART
-    assert json.loads(tables.to_json(comparison))["headline"] == TOLD_APART
-    assert f'<p class="lead">{TOLD_APART}</p>' in render_page(comparison, runs, title="a title")
+        assert output.splitlines()[0] == UNCLEAR
+    assert json.loads(tables.to_json(comparison))["headline"] == UNCLEAR
+    assert f'<p class="lead">{UNCLEAR}</p>' in render_page(comparison, runs, title="a title")
 
 
 def test_no_headline_is_empty() -> None:
@@ -160,5 +146,5 @@ def test_no_headline_is_empty() -> None:
 
 
 def test_percentages() -> None:
-    assert [percent(0.005), signed(-0.00004), rounded(0.00512), rounded(0.004)] == ["0.5%", "+0.00%", "0.51%", "0.4%"]
-    assert [rounded_up(each) for each in (0.00511, 0.0051, 0.004, 0.0)] == ["0.52%", "0.51%", "0.4%", "0%"]
+    assert [percent(0.005), signed(-0.00004), rounded(0.00512), rounded(0.004)] == ["0.5%", "0.00%", "0.51%", "0.4%"]
+    assert [rounded_up(each) for each in (0.00511, 0.0051, 0.004, 0.0)] == ["0.52%", "0.51%", "0.40%", "0.00%"]

@@ -121,8 +121,8 @@ def test_figures_and_columns_without_data_are_left_out(write_run, tmp_path) -> N
 def test_gaps_have_a_panel_only_with_something_to_compare(comparison_page: Page, write_run, tmp_path) -> None:
     publish_comparison([write_run("bf16", [4.0, 3.0], validations={2: 3.0})], output_folder=tmp_path / "alone")
     alone = (tmp_path / "alone" / "report.html").read_text()
-    assert "gap (%)" not in alone and "Gap to bf16" not in alone
-    assert "gap (%)" in comparison_page.text and "Gap to bf16" in comparison_page.titles
+    assert "gap to bf16 (%)" not in alone and "Gap to bf16" not in alone
+    assert "gap to bf16 (%)" in comparison_page.text and "Gap to bf16" in comparison_page.titles
 
 
 def test_a_loss_that_is_not_finite_is_named(write_run, tmp_path) -> None:

@@ -96,7 +96,7 @@ def test_a_law_does_not_depend_on_seeds_that_only_others_have() -> None:
 def test_a_law_over_parameters_is_fitted_too_and_one_of_both_is_not(report) -> None:
     assert report.axis(PARAMETERS) is not None and report.axis(BOTH) is None
     (note,) = report.notes
-    assert note.startswith("no law of parameters and tokens: it needs at least three sizes and three lengths")
+    assert note.startswith("Not fitted: the law in N (parameters) and D (tokens). It needs at least 3 sizes and 3 run")
 
 
 def test_gaps_are_students_of_the_pairs(report) -> None:
@@ -217,7 +217,7 @@ def test_a_grid_of_sizes_and_tokens_gives_a_law_of_both() -> None:
 
 def test_too_few_sizes_have_no_law() -> None:
     report = analyse(study_of(SIZES[:3]))
-    assert report.axes == () and "no law over compute: it needs 4 cells, and bf16 has 3" in report.notes
+    assert report.axes == () and "Not fitted: the law over compute. It needs 4 cells; bf16 has 3." in report.notes
     assert len(report.gaps) == 3  # of the sizes, which differ
 
 
@@ -225,7 +225,7 @@ def test_one_seed_has_no_intervals() -> None:
     report = analyse(study_of(seeds=(1,)))
     assert report.axis(COMPUTE).laws[0].floor.low is None and report.gaps[0].gap.low is None
     assert "of compute in bf16, without an interval." in headline(report)
-    assert any("no intervals for the laws over compute" in note for note in report.notes)
+    assert any("The laws over compute have no intervals" in note for note in report.notes)
 
 
 def test_the_best_of_a_sweep_represents_its_size() -> None:

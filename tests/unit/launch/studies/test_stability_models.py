@@ -21,6 +21,7 @@ from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 from megafp8.config.variants import recipe_names
 from megafp8.errors import ConfigError
+from megafp8.launch.built_in_sizes import SIZES
 from megafp8.launch.stability import (
     CONTINUATION,
     CONTROLS,
@@ -31,7 +32,6 @@ from megafp8.launch.stability import (
     build_study,
     part_runs,
 )
-from megafp8.launch.built_in_sizes import SIZES
 from megafp8.launch.study import StudyRun
 
 DATA = ("--mock-data", "--tokenizer-type", "ByteLevelTokenizer")

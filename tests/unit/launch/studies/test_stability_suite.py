@@ -15,6 +15,7 @@ from megafp8.cli.stability import main, run_suite
 from megafp8.config import flags
 from megafp8.errors import ConfigError, NumericsError
 from megafp8.launch import process_pool, stability, study_execution
+from megafp8.launch.built_in_sizes import SIZES
 from megafp8.launch.stability import (
     KNOWN_BAD,
     PAIRS,
@@ -26,7 +27,6 @@ from megafp8.launch.stability import (
     unique_runs,
     write_suite_file,
 )
-from megafp8.launch.built_in_sizes import SIZES
 from megafp8.launch.study import expand
 from megafp8.launch.study_execution import StudyProgress, build_jobs
 
