@@ -2,15 +2,17 @@
 
     python benchmarks/planner_accuracy.py [--write] [--fit] [--rows FILE]
 
-Prints the tables of benchmarks/RESULTS.md; `--write` updates the file, `--fit` fits the constants of
-`megafp8/planning/planned_run.py` again. `--rows` prints instead the errors for the rows of
-`gpu_layouts.py --json FILE`, each on the GPU that it names. Bars, for rows held out of the fit: memory 10%, step time
-15%.
+Prints a summary and every row; `--write` puts the summary into benchmarks/results/planner.md and the rows into the
+CSV files beside it, `--fit` fits the constants of `megafp8/planning/planned_run.py` again. `--rows` prints instead the
+errors for the rows of `gpu_layouts.py --json FILE`, each on the GPU that it names. Bars, for rows held out of the fit:
+memory 10%, step time 15%.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,9 +29,10 @@ from benchmarks.planner_published import LEFT_OUT, PUBLISHED, Published
 from megafp8.planning.layouts import LayoutSearch
 from megafp8.planning.step_time import step_time
 from megafp8.resources.memory import estimate_stages
-from megafp8.utils.formatting import markdown_table
+from megafp8.utils.formatting import markdown_table, text_table
 
-RESULTS = ROOT / "benchmarks/RESULTS.md"
+RESULTS = ROOT / "benchmarks/results/planner.md"
+ROWS = ROOT / "benchmarks/results/planner"
 BEGIN, END = "<!-- planner accuracy: begin -->\n", "<!-- planner accuracy: end -->\n"
 TIME_BAR, MEMORY_BAR = 0.15, 0.10
 GIB = 2**30
@@ -67,33 +70,25 @@ def compare(row: Measurement) -> Compared:
     return Compared(row, step_ms, max(estimate.total_bytes for estimate in estimates) / GIB)
 
 
-def measured_table(compared: Sequence[Compared]) -> str:
-    """The table of measured rows."""
-    header = ("measured on H200", "GPUs", "time", "step ms", "predicted", "error", "memory", "peak GiB", "predicted",
-              "error")  # fmt: skip
-    rows = []
+def measured_rows(compared: Sequence[Compared]) -> list[tuple[str, ...]]:
+    """A header and every measured row."""
+    rows = [("measured on H200", "GPUs", "time", "step ms", "predicted ms", "time error", "memory", "peak GiB",
+             "predicted GiB", "memory error")]  # fmt: skip
     for entry in compared:
         row = entry.row
         name = f"{row.name} ({row.note})" if row.note else row.name
         of_time = (
-            (row.role, f"{row.step_ms:.1f}", f"{entry.step_ms:.1f}", told(entry.time_error, TIME_BAR, row.role))
+            (row.role, f"{row.step_ms:.1f}", f"{entry.step_ms:.1f}", f"{entry.time_error:+.1%}")
             if row.step_ms is not None
             else ("",) * 4
         )
         of_memory = (
-            (entry.memory_role, f"{row.peak_gib:.1f}", f"{entry.peak_gib:.1f}",
-             told(entry.memory_error, MEMORY_BAR, entry.memory_role))
-            if row.peak_gib is not None else ("",) * 4
-        )  # fmt: skip
+            (entry.memory_role, f"{row.peak_gib:.1f}", f"{entry.peak_gib:.1f}", f"{entry.memory_error:+.1%}")
+            if row.peak_gib is not None
+            else ("",) * 4
+        )
         rows.append((name, str(row.num_gpus), *of_time, *of_memory))
-    return markdown_table(header, rows, "lrlrrrl")
-
-
-def told(error: Optional[float], bar: float, role: str) -> str:
-    """An error, bold where it misses its bar."""
-    assert error is not None
-    text = f"{error:+.1%}"
-    return f"**{text}**" if role == HELD_OUT and abs(error) > bar else text
+    return rows
 
 
 def summary_table(compared: Sequence[Compared]) -> str:
@@ -113,21 +108,20 @@ def summary_table(compared: Sequence[Compared]) -> str:
     return markdown_table(("held out", "rows", "median error", "largest", "bar", "outside"), rows)
 
 
-def published_table(searches: Mapping[Published, LayoutSearch]) -> str:
-    """The table of published rows."""
-    lines = []
+def published_rows(searches: Mapping[Published, LayoutSearch]) -> list[tuple[str, ...]]:
+    """A header and every published row."""
+    lines = [("published", "GPUs", "model", "recipe", "tokens/s/GPU", "predicted", "error", "layout taken")]
     for row, found in searches.items():
         source = f"{row.source} ({row.role})" if row.role == FIT else row.source
-        cells = [source, f"{row.num_gpus} x {row.gpu}", row.model, row.recipe, f"{row.tokens_per_s:,.0f}"]
+        cells = [source, f"{row.num_gpus} x {row.gpu}", row.model, row.recipe, f"{row.tokens_per_s:.0f}"]
         if found.layouts:
             best = found.layouts[0]
             speed = best.step.tokens_per_s_per_gpu
-            cells += [f"{speed:,.0f}", f"{speed / row.tokens_per_s - 1:+.0%}", best.name]
+            cells += [f"{speed:.0f}", f"{speed / row.tokens_per_s - 1:+.0%}", best.name]
         else:
             cells += ["nothing fits", "", ""]
-        lines.append(cells)
-    header = ("published", "GPUs", "model", "recipe", "tokens/s/GPU", "predicted", "error", "layout taken")
-    return markdown_table(header, lines, "llllrrrl")
+        lines.append(tuple(cells))
+    return lines
 
 
 def search_published() -> dict[Published, LayoutSearch]:
@@ -135,22 +129,35 @@ def search_published() -> dict[Published, LayoutSearch]:
     return {row: row.search() for row in PUBLISHED}
 
 
-def report(searches: Mapping[Published, LayoutSearch]) -> str:
-    """All of it, in Markdown."""
+def csv_text(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as CSV."""
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n").writerows(rows)
+    return buffer.getvalue()
+
+
+def row_files(searches: Mapping[Published, LayoutSearch]) -> dict[str, str]:
+    """The CSV files in ROWS, by name."""
     compared = [compare(row) for row in MEASUREMENTS]
-    return "\n".join([
-        summary_table(compared), "", measured_table(compared), "", published_table(searches), "", LEFT_OUT, "",
-    ])  # fmt: skip
+    return {
+        "measured.csv": csv_text(measured_rows(compared)),
+        "published.csv": csv_text(published_rows(searches)),
+    }
+
+
+def summary() -> str:
+    """The summary table of the held-out rows."""
+    return summary_table([compare(row) for row in MEASUREMENTS])
 
 
 def committed() -> str:
-    """What RESULTS.md has."""
-    return RESULTS.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0]
+    """The summary that planner.md has."""
+    return RESULTS.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0].strip()
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="put the tables into benchmarks/RESULTS.md")
+    parser.add_argument("--write", action="store_true", help="update benchmarks/results/planner.md and its CSV files")
     parser.add_argument("--fit", action="store_true", help="print the constants that the rows marked fit give")
     parser.add_argument("--rows", type=Path, metavar="FILE", help="print the errors for what gpu_layouts.py measured")
     options = parser.parse_args(argv)
@@ -163,11 +170,16 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         text, problems = planner_rows.report(options.rows)
         print("\n".join([text, *problems]))
         return 1 if problems else 0
-    text = report(search_published())
-    print(text)
+    files = row_files(search_published())
+    for text in files.values():
+        header, *rows = csv.reader(text.splitlines())
+        print(text_table(header, rows), end="\n\n")
+    print(LEFT_OUT, summary(), sep="\n\n")
     if options.write:
         before, rest = RESULTS.read_text(encoding="utf-8").split(BEGIN)
-        RESULTS.write_text(before + BEGIN + text + END + rest.split(END)[1], encoding="utf-8")
+        RESULTS.write_text(before + BEGIN + summary() + "\n" + END + rest.split(END)[1], encoding="utf-8")
+        for name, text in files.items():
+            (ROWS / name).write_text(text, encoding="utf-8")
     return 0
 
 

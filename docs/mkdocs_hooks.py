@@ -18,6 +18,8 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"README.md": "overview.md", "CONTRIBUTING.md": "contributing.md", "benchmarks/RESULTS.md": "results.md"}
+# One page for each topic of RESULTS.md, which links to them; they are not in the navigation.
+PAGES |= {f"benchmarks/results/{path.name}": f"results/{path.name}" for path in ROOT.glob("benchmarks/results/*.md")}
 # The target of a link or image up to its anchor; links with a scheme and links within a page are left out.
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:)[^)\s#]+")
 

@@ -21,10 +21,10 @@ LLAMA_NODE_FAILURES_PER_1000_DAYS = 151 / (2_048 * 54) * 1000
 LLAMA_STORAGE_BYTES_PER_S = 2_000 * GB
 """Sustained throughput of that cluster's storage (section 3.3.1)."""
 
-# benchmarks/RESULTS.md, "A run under faults": median time from the fault to the end of the first new step, two ranks
-# under torchrun on two CPU cores at a load of 3 to 15, 8 faults. It includes detection.
+# benchmarks/results/recovery.md: median time from the fault to the end of the first new step, two ranks under torchrun
+# on two CPU cores at a load of 3 to 15, 8 faults. It includes detection.
 SOAK_RESTART_S = 17.0
-# benchmarks/RESULTS.md, "Checkpoints": one rank to a local disk, and the stall of --async-save as a share of a save.
+# benchmarks/results/checkpoints_io.md: one rank to a local disk, and the stall of --async-save as a share of a save.
 NODE_STORAGE_BYTES_PER_S = 1.3 * GB
 ASYNC_STALL_FRACTION = 0.142
 

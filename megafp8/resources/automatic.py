@@ -80,8 +80,9 @@ REMOVAL = re.compile(r"[;:] remove [^;]*$")
 """The fix of an error that two flags cause, such as `; remove one`. A user who gave only one of them needs none."""
 GRAPH_ROOM, MIXTURE_GRAPH_ROOM = 0.03, 0.08
 """Share of a run's predicted memory that must be free, within 95% of the GPU's, for the fragments of a graph, whose
-capture cannot give them back. Of 133.4 GiB of an H200, a run of 131.3 failed in the capture (RESULTS.md, long
-sequences), and one of 129.7 did not (Llama 3 8B on two H200s). Mixtures took up to 6.6% more than predicted."""
+capture cannot give them back. Of 133.4 GiB of an H200, a run of 131.3 failed in the capture
+(benchmarks/results/attention.md), and one of 129.7 did not (Llama 3 8B on two H200s). Mixtures took up to 6.6% more
+than predicted."""
 
 
 Saved = Callable[[RunConfig], Optional[RunConfig]]

@@ -23,7 +23,7 @@ parallelism. Flash attention saves its output instead of the a s^2 matrices.
 In addition to the logits, the last stage has a second tensor of their size and an FP32 matrix of the output layer's
 size. Both come from peaks measured on an H200, not from source code. Without them the estimate was low by 1.91 and 3.46
 GiB (llama-1b, 8 and 16 x 2048 tokens) and 1.64 GiB (hidden size 4096, 2 x 4096) in BF16, and by the same to within 0.02
-GiB in FP8. benchmarks/RESULTS.md has the error against every measured peak.
+GiB in FP8. benchmarks/results/planner has the error against every measured peak.
 
 All of this is allocated by torch. `mixture_memory.non_torch_bytes` is what a process takes on the device besides that.
 """

@@ -3,7 +3,7 @@
 Delayed scaling computes a scale from the amax history of the tensor. A new run has no history, and Transformer Engine
 starts with a scale of 1. Most initial weights are below 2^-6, where E4M3 has a spacing of 2^-9, and activations of a
 trained model may be above its maximum of 448. The error of the first gradient is then several times that with
-calibrated scales: three times in 16 layers (benchmarks/RESULTS.md).
+calibrated scales: three times in 16 layers (benchmarks/results/quality_pairs.md).
 
 Calibration runs forward-backward on the first global batch without an update. The layers, emulated or Transformer
 Engine's, record and reduce every amax as in a step. Weights, random state and the position in the data do not change.

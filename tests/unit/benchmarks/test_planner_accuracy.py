@@ -29,8 +29,10 @@ def published():
     return planner_accuracy.search_published()
 
 
-def test_the_table_in_results_matches_the_code(published) -> None:
-    assert planner_accuracy.committed() == planner_accuracy.report(published)
+def test_the_published_tables_match_the_code(published) -> None:
+    assert planner_accuracy.committed() == planner_accuracy.summary()
+    for name, text in planner_accuracy.row_files(published).items():
+        assert (planner_accuracy.ROWS / name).read_text(encoding="utf-8") == text
 
 
 def test_recipes_are_predicted_in_the_measured_order(published) -> None:

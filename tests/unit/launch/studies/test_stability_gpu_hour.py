@@ -11,8 +11,8 @@ from megafp8.config.schema import RunConfig
 from megafp8.launch.stability import CONTROLS, PAIRS, SWEEP, Suite, build_study, part_runs, unique_runs
 from megafp8.launch.study import StudyRun
 
-# ms of a step of 65,536 tokens of a larger model, 50.7M parameters, on an H200 (benchmarks/RESULTS.md, "What Hopper's
-# recipes cost in loss"). The recipe under test has layers of Transformer Engine but in controls.
+# ms of a step of 65,536 tokens of a larger model, 50.7M parameters, on an H200
+# (benchmarks/results/quality_pairs.md). The recipe under test has layers of Transformer Engine but in controls.
 TRANSFORMER_ENGINE_MS, EMULATED_FP8_MS, EMULATED_NVFP4_MS = 59, 225, 272
 TOKENS = 65_536
 START_S = 20  # until the first step, the capture of the graphs, and the end
