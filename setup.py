@@ -13,7 +13,7 @@ SAFETENSORS = ["safetensors>=0.8"]
 TRANSFORMERS = [f'{name}; python_version >= "3.11"' for name in ("transformers>=5", "accelerate", "compressed-tensors")]
 PREPROCESSING = ["gigatoken>=0.10", "orjson", "pyarrow", "backports.zstd"]  # fast BPE and JSON, Parquet, .zst
 DOCS = ["mkdocs-material>=9.6,<10", "mkdocstrings[python]"]
-# The supported versions: 0.16.1 on every Python, 0.19 on those that it is made for. See docs/upstream.md.
+# The supported versions: 0.16.1 on every Python, 0.19 on those that it is made for. See docs/dev/upstream.md.
 MEGATRON_CORE = [
     'megatron-core==0.16.1; python_version < "3.12"',
     'megatron-core>=0.16.1,!=0.17.*,!=0.18.*,<0.20; python_version >= "3.12"',

@@ -1,4 +1,4 @@
-"""Run the reproducers of docs/upstream.md on libraries without patches: `python tests/reproducers.py NUMBER ...`.
+"""Run the reproducers of docs/dev/upstream.md on libraries without patches: `python tests/reproducers.py NUMBER ...`.
 
 Each block runs in this process, in a namespace of its own. The output is a line of JSON with the name of the error that
 each one ended with, or null.
@@ -16,7 +16,7 @@ from typing import Optional
 
 import torch.distributed as dist
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "upstream.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs/dev/upstream.md"
 BLOCK = re.compile(r"^```python\n# ([^\n]+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""The faults of Transformer Engine that docs/upstream.md shows still exist: one that does not is fixed."""
+"""The faults of Transformer Engine that docs/dev/upstream.md shows still exist: one that does not is fixed."""
 
 import pytest
 from reproducers import reproducers, wrong_endings

@@ -17,7 +17,7 @@ MEGATRON_CORE_VERSIONS = (MEGATRON_CORE, "0.19")
 
 @dataclass(frozen=True, kw_only=True)
 class TestedSet:
-    """Versions that were tested together: a row of the table of docs/upstream.md.
+    """Versions that were tested together: a row of the table of docs/dev/upstream.md.
 
     Attributes:
         packages: version, or start of a version such as `2.11`, by package.

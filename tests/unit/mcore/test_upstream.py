@@ -1,4 +1,4 @@
-"""docs/upstream.md: its tables are those of the code, and the faults that it shows still exist."""
+"""docs/dev/upstream.md: its tables are those of the code, and the faults that it shows still exist."""
 
 from __future__ import annotations
 
