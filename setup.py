@@ -1,4 +1,4 @@
-"""Packaging. `pip install .` for a CPU, `pip install '.[te]'` beside a GPU, `'.[dev]'` for the tests."""
+"""Packaging. `pip install .` for a CPU, `pip install '.[te]'` beside a GPU, `'.[test]'` or `'.[dev]'` for the tests."""
 
 import re
 from pathlib import Path
@@ -12,6 +12,7 @@ SAFETENSORS = ["safetensors>=0.8"]
 # What converted models are compared with: transformers' models, and what it loads FP8 weights with.
 TRANSFORMERS = [f'{name}; python_version >= "3.11"' for name in ("transformers>=5", "accelerate", "compressed-tensors")]
 PREPROCESSING = ["gigatoken>=0.10", "orjson", "pyarrow", "backports.zstd"]  # fast BPE and JSON, Parquet, .zst
+TESTS = ["pytest", "pytest-timeout", *TOKENIZERS, *SAFETENSORS, *PREPROCESSING]  # of the first set
 DOCS = ["mkdocs-material>=9.6,<10", "mkdocstrings[python]"]
 # The supported versions: 0.16.1 on every Python, 0.19 on those that it is made for. See docs/dev/upstream.md.
 MEGATRON_CORE = [
@@ -72,17 +73,14 @@ setup(
         "data": [*TOKENIZERS, *PREPROCESSING],
         "datasets": [*TOKENIZERS, *PREPROCESSING, "datasets"],
         "docs": DOCS,
+        "test": TESTS,
         "dev": [
             "mypy",
             "pre-commit",
-            "pytest",
-            "pytest-timeout",
             "ruff",
             "types-psutil",
             "types-PyYAML",
-            *TOKENIZERS,
-            *SAFETENSORS,
-            *PREPROCESSING,
+            *TESTS,
             *TRANSFORMERS,
             *DOCS,
             "pandas",  # of megafp8.read_records

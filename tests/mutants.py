@@ -1,0 +1,511 @@
+"""Do the tests notice a mistake?  Mutants of the package: random code lines changed, one at a time.
+
+    python tests/mutants.py map --jobs 2                  which test executes which line, and its seconds
+    python tests/mutants.py run --jobs 2 --count 100      each mutant: the first set, then the other tests of its line
+
+`map` runs the complete suite once, a test module a process, with a mark in every statement of the package. `run`
+changes a line in a copy of the last commit and runs the tests that execute it, cheapest module first, up to the first
+failure. Both continue where they were interrupted. The results are JSON lines, one a mutant; the last lines printed
+are the share of the mutants caught by the complete suite that the first set catches. A line that no test executes has
+no mutant here; their number is printed. So are GPU-only lines on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import base64
+import builtins
+import dataclasses
+import functools
+import importlib.abc
+import importlib.machinery
+import json
+import mmap
+import os
+import queue
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FIRST_SET = ROOT / "tests" / "first_set.txt"
+ENVIRONMENT = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+Statement = tuple[str, int]
+
+
+def statements(tree: ast.AST) -> Iterator[ast.stmt]:
+    """Statements that can be marked: no docstrings, no imports from the future."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.stmt) and not is_docstring(node) and not is_future(node):
+            yield node
+
+
+def is_docstring(node: ast.stmt) -> bool:
+    """Whether a statement is a string, which does nothing."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def is_future(node: ast.stmt) -> bool:
+    """Whether it must stay the first statement of its module."""
+    return isinstance(node, ast.ImportFrom) and node.module == "__future__"
+
+
+def package_statements() -> dict[Statement, int]:
+    """A number for the first line of each statement of the package."""
+    found: dict[Statement, int] = {}
+    for path in sorted((ROOT / "megafp8").rglob("*.py")):
+        name = str(path.relative_to(ROOT))
+        for line in sorted({node.lineno for node in statements(ast.parse(path.read_bytes()))}):
+            found[name, line] = len(found)
+    return found
+
+
+# The map: a pytest plugin (python -m pytest -p mutants). Marks are bytes of shared memory: forked ranks write them too.
+
+
+class Marker(ast.NodeTransformer):
+    """Put `__hit__[number] = 1` before each statement."""
+
+    def __init__(self, numbers: dict[int, int]):
+        self.numbers = numbers
+
+    def marked(self, body: list[ast.stmt]) -> list[ast.stmt]:
+        new: list[ast.stmt] = []
+        for node in body:
+            if not is_docstring(node) and not is_future(node):
+                mark = ast.parse(f"__hit__[{self.numbers[node.lineno]}] = 1").body[0]
+                new.append(ast.fix_missing_locations(ast.copy_location(mark, node)))
+                for part in ast.walk(mark):
+                    ast.copy_location(part, node)
+            new.append(node)
+        return new
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        super().generic_visit(node)
+        for field in ("body", "orelse", "finalbody"):
+            body = getattr(node, field, None)
+            if isinstance(body, list) and body and isinstance(body[0], ast.stmt):
+                setattr(node, field, self.marked(body))
+        return node
+
+
+class MarkingFinder(importlib.abc.MetaPathFinder):
+    """Import the package's modules with marks."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, dict[int, int]] = {}
+        for (name, line), number in package_statements().items():
+            self.numbers.setdefault(name, {})[line] = number
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Optional[importlib.machinery.ModuleSpec]:
+        if fullname.split(".")[0] != "megafp8":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            name = str(Path(spec.loader.path).relative_to(ROOT))
+            spec.loader = MarkingLoader(fullname, spec.loader.path, self.numbers.get(name, {}))
+        return spec
+
+
+class MarkingLoader(importlib.machinery.SourceFileLoader):
+    """Compile a module with marks, beside the cache of bytecode."""
+
+    def __init__(self, fullname: str, path: str, numbers: dict[int, int]):
+        super().__init__(fullname, path)
+        self.numbers = numbers
+
+    def get_code(self, fullname: str) -> Any:
+        tree = Marker(self.numbers).visit(ast.parse(self.get_data(self.path)))
+        return compile(tree, self.path, "exec", dont_inherit=True)
+
+
+class Recorder:
+    """Lines and CPU seconds of each test. What fixtures execute counts for every test of their module."""
+
+    def __init__(self, output: Path):
+        self.output = output
+        self.hits = mmap.mmap(-1, len(package_statements()))  # shared with forked processes
+        builtins.__hit__ = self.hits  # type: ignore[attr-defined]
+        self.tests: dict[str, list[Any]] = {}
+        self.fixtures = bytearray(len(self.hits))
+        self.failed = False
+
+    def take(self) -> bytes:
+        """The marks since the last call."""
+        found = self.hits[:]
+        self.hits[:] = bytes(len(self.hits))
+        return found
+
+    def pytest_collection_finish(self) -> None:
+        imported = self.output / "imported"
+        before = unpacked(imported.read_text()) if imported.exists() else b""
+        imported.write_text(packed(join(self.take(), before)))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_setup(self) -> Iterator[None]:
+        self.take()
+        try:
+            return (yield)
+        finally:
+            self.fixtures = bytearray(join(self.take(), self.fixtures))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.failed |= not report.passed
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: Optional[pytest.Item]) -> Iterator[None]:
+        self.failed, start = False, sum(os.times()[:4])
+        result = yield
+        if not self.failed:
+            self.tests[item.nodeid] = [round(sum(os.times()[:4]) - start, 3), packed(self.take())]
+        if nextitem is None or nextitem.path != item.path:
+            name = str(item.path.relative_to(ROOT)).replace("/", "__")
+            text = json.dumps({"fixtures": packed(self.fixtures), "tests": self.tests})
+            (self.output / f"{name}.json").write_text(text)
+            self.tests, self.fixtures = {}, bytearray(len(self.hits))
+        return result
+
+
+def join(one: bytes, other: bytes | bytearray) -> bytes:
+    """The marks of both."""
+    return (int.from_bytes(one, "little") | int.from_bytes(other, "little")).to_bytes(len(one), "little")
+
+
+def packed(marks: bytes) -> str:
+    """Marks as text."""
+    return base64.b64encode(zlib.compress(marks, 1)).decode()
+
+
+def unpacked(text: str) -> bytes:
+    """Marks of `packed`."""
+    return zlib.decompress(base64.b64decode(text))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Mark and record, where this module is a plugin (-p mutants)."""
+    if output := os.environ.get("MUTANTS_MAP"):
+        config.pluginmanager.register(Recorder(Path(output)))
+        sys.meta_path.insert(0, MarkingFinder())
+
+
+# Mutants. Only the text of the expression is replaced, so that nothing else in the file moves.
+
+OTHER: dict[type, Any] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.Add: ast.Sub, ast.Sub: ast.Add,
+    ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult, ast.Pow: ast.Mult,
+    ast.And: ast.Or, ast.Or: ast.And,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """An expression and what replaces it."""
+
+    path: str
+    line: int  # of the statement
+    start: tuple[int, int]  # line and column, in bytes
+    end: tuple[int, int]
+    before: str
+    after: str
+
+    def apply(self, text: bytes) -> bytes:
+        """The module with the mutant."""
+        lines = text.splitlines(keepends=True)
+        first, last = self.start[0] - 1, self.end[0] - 1
+        changed = lines[first][: self.start[1]] + self.after.encode() + lines[last][self.end[1] :]
+        return b"".join([*lines[:first], changed, *lines[last + 1 :]])
+
+
+def mutants_of(path: Path) -> Iterator[Mutant]:
+    """All mutants of a module: comparisons, arithmetic, booleans, constants, conditions and returned values."""
+    text = path.read_bytes()
+    tree, lines = ast.parse(text), text.splitlines(keepends=True)
+    typing_only = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for inner in ast.walk(node)
+    }
+    for statement in statements(tree):
+        if statement in typing_only:
+            continue
+        for node, change in changes(statement):
+            first, last = node.lineno, node.end_lineno or node.lineno
+            start, end = (first, node.col_offset), (last, node.end_col_offset or 0)
+            before = b"".join(lines[first - 1 : last - 1]) + lines[last - 1][: end[1]]
+            segment = before[start[1] :].decode()
+            yield Mutant(str(path.relative_to(ROOT)), statement.lineno, start, end, segment, f"({change})")
+
+
+def changes(statement: ast.stmt) -> Iterator[tuple[ast.expr, str]]:
+    """The expressions of a statement that can be changed, and what to."""
+    condition = getattr(statement, "test", None)
+    if condition is not None:
+        yield condition, f"not ({ast.unparse(condition)})"
+    if isinstance(statement, ast.Return) and statement.value is not None and ast.unparse(statement.value) != "None":
+        yield statement.value, "None"
+    for node in own_expressions(statement):
+        new: Optional[ast.expr] = None
+        if isinstance(node, ast.Compare) and type(node.ops[0]) in OTHER:
+            new = ast.Compare(node.left, [OTHER[type(node.ops[0])](), *node.ops[1:]], node.comparators)
+        elif isinstance(node, ast.BinOp) and type(node.op) in OTHER:
+            new = ast.BinOp(node.left, OTHER[type(node.op)](), node.right)
+        elif isinstance(node, ast.BoolOp):
+            new = ast.BoolOp(OTHER[type(node.op)](), node.values)
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            new = node.operand
+        elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+            new = ast.Constant(not node.value)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
+            new = ast.Constant(node.value + 1)
+        if new is not None:
+            yield node, ast.unparse(new)
+
+
+def own_expressions(node: ast.AST) -> Iterator[ast.expr]:
+    """Expressions of a statement outside of inner statements, annotations, decorators and f-strings."""
+    for name, value in ast.iter_fields(node):
+        for child in value if isinstance(value, list) else [value]:
+            if name in ("annotation", "returns", "decorator_list") or isinstance(child, (ast.stmt, ast.JoinedStr)):
+                continue
+            if isinstance(child, ast.AST):
+                if isinstance(child, ast.expr):
+                    yield child
+                if not isinstance(child, (ast.ExceptHandler, ast.match_case)):  # they contain statements
+                    yield from own_expressions(child)
+
+
+# The run.
+
+
+@dataclass
+class Test:
+    """A test that passes without mutants."""
+
+    name: str
+    module: str
+    seconds: float
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is in the first set."""
+        taken, left_out = first_set()
+        return (self.module in taken or any(self.module.startswith(f"{path}/") for path in taken)) and (
+            self.module not in left_out
+        )
+
+
+@functools.lru_cache
+def first_set() -> tuple[set[str], set[str]]:
+    """Files and folders of the first set, and files left out of the folders."""
+    lines = FIRST_SET.read_text(encoding="utf-8").splitlines()
+    words = [word for line in lines if not line.startswith("#") for word in line.split()]
+    left_out = {word.removeprefix("--ignore=") for word in words if word.startswith("--ignore=")}
+    return set(words) - left_out, left_out
+
+
+def relevant_tests(maps: Path, chosen: list[Mutant]) -> dict[Mutant, list[Test]]:
+    """The tests that execute the line of each mutant; for a line executed by imports, those that use its module."""
+    numbers = package_statements()
+    spans = {path: [number for (name, _), number in numbers.items() if name == path] for path, _ in numbers}
+    imported = unpacked((maps / "imported").read_text())
+    found: dict[Mutant, list[Test]] = {mutant: [] for mutant in chosen}
+    for file in sorted(maps.glob("*.json")):
+        content = json.loads(file.read_text())
+        module, fixtures = file.stem.replace("__", "/"), unpacked(content["fixtures"])
+        for name, (seconds, text) in content["tests"].items():
+            marks = unpacked(text)
+            for mutant, tests in found.items():
+                number, span = numbers[mutant.path, mutant.line], spans[mutant.path]
+                uses = any(marks[span[0] : span[-1] + 1]) or any(fixtures[span[0] : span[-1] + 1])
+                if marks[number] or fixtures[number] or (imported[number] and uses):
+                    tests.append(Test(name, module, seconds))
+    return found
+
+
+def caught(tests: list[Test], tree: Path, limit_s: float) -> tuple[bool, float, str]:
+    """Whether a test fails: cheapest module first, as many as fit into the limit. Also the seconds and the failure."""
+    costs: Counter[str] = Counter()
+    for test in tests:
+        costs[test.module] += test.seconds
+    names, total = [], 0.0
+    for test in sorted(tests, key=lambda test: (costs[test.module], test.module)):
+        if total + test.seconds <= limit_s:
+            names.append(test.name)
+            total += test.seconds
+    if not names:
+        return False, 0.0, ""
+    (tree / "mutant_tests").write_text("\n".join(names))
+    command = [sys.executable, "-m", "pytest", "-xq", "-W", "ignore", "-p", "no:cacheprovider", "@mutant_tests"]
+    environment = os.environ | {"PYTHONPATH": f"{tree}:{tree}/tests", "CUDA_VISIBLE_DEVICES": ""}
+    start = time.monotonic()
+    try:
+        done = subprocess.run(
+            command, cwd=tree, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            timeout=120 + 5 * total,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return True, time.monotonic() - start, "timeout"
+    failures = re.findall(r"^(?:FAILED|ERROR) (.*?)(?: - |$)", done.stdout, re.MULTILINE)
+    failure = failures[0] if failures else done.stdout[-300:]
+    return done.returncode != 0, time.monotonic() - start, failure if done.returncode else ""
+
+
+def judge(mutant: Mutant, tests: list[Test], tree: Path, limit_s: float) -> dict[str, Any]:
+    """One line of the result."""
+    line: dict[str, Any] = dataclasses.asdict(mutant) | {"result": "not executed", "tests": len(tests)}
+    path = tree / mutant.path
+    original = path.read_bytes()
+    path.write_bytes(mutant.apply(original))
+    try:
+        for name in ("first", "complete"):
+            chosen = [test for test in tests if test.is_first == (name == "first")]
+            is_caught, seconds, failure = caught(chosen, tree, limit_s)
+            line |= {f"{name}_s": round(seconds, 1), f"{name}_tests": len(chosen)}
+            if tests:
+                line["result"] = "survived"
+            if is_caught:
+                return line | {"result": name, "failure": failure}
+    finally:
+        path.write_bytes(original)
+    return line
+
+
+def executed_lines(maps: Path) -> set[Statement]:
+    """The lines that any test executes."""
+    marks = unpacked((maps / "imported").read_text())
+    for file in maps.glob("*.json"):
+        content = json.loads(file.read_text())
+        for text in [content["fixtures"], *(test[1] for test in content["tests"].values())]:
+            marks = join(marks, unpacked(text))
+    return {line for line, number in package_statements().items() if marks[number]}
+
+
+def choose(count: int, seed: int, executed: set[Statement]) -> tuple[list[Mutant], int]:
+    """Mutants of random code lines that the tests execute, and how many lines were met that they do not."""
+    lines: dict[Statement, list[Mutant]] = {}
+    for path in sorted((ROOT / "megafp8").rglob("*.py")):
+        for mutant in mutants_of(path):
+            lines.setdefault((mutant.path, mutant.line), []).append(mutant)
+    generator = random.Random(seed)
+    order = generator.sample(sorted(lines), len(lines))
+    chosen: list[Mutant] = []
+    for met, line in enumerate(order):
+        if len(chosen) == count:
+            return chosen, met - count
+        mutant = generator.choice(lines[line])
+        if line in executed:
+            chosen.append(mutant)
+    return chosen, len(order) - len(chosen)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Judge the mutants that have no line of output yet, and print the shares."""
+    maps, output = Path(arguments.map), Path(arguments.output)
+    chosen, unexecuted = choose(arguments.count, arguments.seed, executed_lines(maps))
+    tests = relevant_tests(maps, chosen)
+    done = [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else []
+    key = ("path", "start", "after")
+    finished = {json.dumps([line[name] for name in key]) for line in done}
+    waiting: queue.SimpleQueue[Mutant] = queue.SimpleQueue()
+    for mutant in chosen:
+        if json.dumps([getattr(mutant, name) for name in key]) not in finished:
+            waiting.put(mutant)
+    lock = threading.Lock()
+
+    def work(number: int) -> None:
+        tree = Path(arguments.trees) / str(number)
+        if not tree.exists():
+            subprocess.run(["git", "clone", "--quiet", "--shared", ROOT, tree], check=True)
+        while True:
+            try:
+                mutant = waiting.get_nowait()
+            except queue.Empty:
+                return
+            line = judge(mutant, tests[mutant], tree, arguments.limit_s)
+            with lock, output.open("a") as stream:
+                stream.write(json.dumps(line) + "\n")
+                done.append(line)
+                print(f"{len(done)}/{len(chosen)} {line['result']:9} {mutant.path}:{mutant.line}", flush=True)
+
+    parallel(arguments.jobs, work)
+    results = Counter(line["result"] for line in done)
+    both = results["first"] + results["complete"]
+    print(f"{results['first']} of the {both} mutants that the complete suite catches are caught by the first set")
+    print(f"{results['survived']} survived; {unexecuted} more lines are executed by no test")
+
+
+def record(arguments: argparse.Namespace) -> None:
+    """Run the test modules that have no map yet."""
+    maps = Path(arguments.map)
+    maps.mkdir(parents=True, exist_ok=True)
+    waiting: queue.SimpleQueue[list[Path]] = queue.SimpleQueue()
+    folders: dict[Path, list[Path]] = {}
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        name = str(path.relative_to(ROOT))
+        wanted = not arguments.paths or any(name.startswith(start) for start in arguments.paths)
+        if wanted and not (maps / f"{name.replace('/', '__')}.json").exists() and "gpu" not in path.parts:
+            folders.setdefault(path.parent, []).append(path)
+    for modules in folders.values():
+        size = 12 if "unit" in modules[0].parts else 3  # an import of everything takes as long as ten modules of units
+        for first in range(0, len(modules), size):
+            waiting.put(modules[first : first + size])
+
+    def work(number: int) -> None:
+        environment = os.environ | ENVIRONMENT | {"MUTANTS_MAP": str(maps.resolve())}
+        command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider", "-p", "mutants"]
+        while True:
+            try:
+                modules = waiting.get_nowait()
+            except queue.Empty:
+                return
+            with (maps / f"log{number}").open("a") as log:
+                subprocess.run([*command, *modules], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+            print(f"{time.strftime('%H:%M:%S')} {' '.join(path.stem for path in modules)}", flush=True)
+
+    parallel(arguments.jobs, work)
+
+
+def parallel(jobs: int, work: Callable[[int], None]) -> None:
+    """`work(number)` on so many threads."""
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    for name, function in (("map", record), ("run", run)):
+        command = commands.add_parser(name)
+        command.set_defaults(function=function)
+        command.add_argument("--map", default="runs/mutants/map", help="folder of the map")
+        command.add_argument("--jobs", type=int, default=2)
+    commands.choices["map"].add_argument("paths", nargs="*", help="only test modules whose path begins so")
+    command.add_argument("--count", type=int, default=100)
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--limit-s", type=float, default=240, help="CPU seconds of tests for a mutant in each set")
+    command.add_argument("--trees", default="/tmp/mutants", help="folder of the copies, one a job")
+    command.add_argument("--output", default="runs/mutants/results.jsonl")
+    arguments = parser.parse_args()
+    arguments.function(arguments)
+
+
+if __name__ == "__main__":
+    main()
