@@ -1,6 +1,7 @@
 """Do the tests notice a mistake?  Mutants of the package: random code lines changed, one at a time.
 
     python tests/mutants.py map --jobs 2                  which test executes which line, and its seconds
+    python tests/mutants.py costs                         CPU seconds of each test module, and how many are only there
     python tests/mutants.py run --jobs 2 --count 100      each mutant: the first set, then the other tests of its line
 
 `map` runs the complete suite once, a test module a process, with a mark in every statement of the package. `run`
@@ -479,6 +480,27 @@ def record(arguments: argparse.Namespace) -> None:
     parallel(arguments.jobs, work)
 
 
+def costs(arguments: argparse.Namespace) -> None:
+    """Print the CPU seconds of each test module, its lines, and those that no test of the first set executes."""
+    rows, first = [], 0
+    for file in sorted(Path(arguments.map).glob("*.json")):
+        content = json.loads(file.read_text())
+        module, lines = file.stem.replace("__", "/"), int.from_bytes(unpacked(content["fixtures"]), "little")
+        seconds = 0.0
+        for cost, text in content["tests"].values():
+            seconds += cost
+            lines |= int.from_bytes(unpacked(text), "little")
+        is_first = Test("", module, 0).is_first
+        first |= lines * is_first
+        rows.append((seconds, module, is_first, lines))
+    print("seconds  lines  others  set    module")
+    for seconds, module, is_first, lines in sorted(rows, reverse=True):
+        others = (lines & ~first).bit_count()
+        print(f"{seconds:7.1f} {lines.bit_count():6} {others:7}  {'first' if is_first else '':5}  {module}")
+    totals = [sum(row[0] for row in rows if row[2] is is_first) for is_first in (True, False)]
+    print(f"{totals[0]:.0f} CPU s in the first set, {totals[1]:.0f} in the others")
+
+
 def parallel(jobs: int, work: Callable[[int], None]) -> None:
     """`work(number)` on so many threads."""
     threads = [threading.Thread(target=work, args=(number,)) for number in range(jobs)]
@@ -492,11 +514,11 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    for name, function in (("map", record), ("run", run)):
+    for name, function in (("map", record), ("costs", costs), ("run", run)):
         command = commands.add_parser(name)
         command.set_defaults(function=function)
         command.add_argument("--map", default="runs/mutants/map", help="folder of the map")
-        command.add_argument("--jobs", type=int, default=2)
+        command.add_argument("--jobs", type=int, default=2, help="processes at a time")
     commands.choices["map"].add_argument("paths", nargs="*", help="only test modules whose path begins so")
     command.add_argument("--count", type=int, default=100)
     command.add_argument("--seed", type=int, default=0)

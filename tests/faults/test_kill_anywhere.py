@@ -77,7 +77,9 @@ def some_rank(seed: int, points: list[str], world_size: int) -> dict[str, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", ["dp2", "tp2-pp2", *(pytest.param(level, marks=pytest.mark.long) for level in ("O1", "O2")), "O3"]
+)
 def test_a_run_killed_at_every_point_ends_equal(
     layout: str, tmp_path: Path, cache: Path, unbroken: dict[str, FaultyRun]
 ) -> None:

@@ -1,12 +1,14 @@
 """FP8 and FP4 under every layout, with scales that do not depend on the layout (`--fp8-amax-reduction all`).
 
 Rounding to few bits turns last-bit differences into visible ones, so the bound comes from the model: how far its curve
-moves when its weights move by one unit in the last place. Tensorwise scaling is tested in every layout, the other
-recipes in layouts that split matrices or layers. The last tests measure the cost of the default amax reduction.
+moves when its weights move by one unit in the last place. The tests that compare the bounds with the models are long.
+Tensorwise scaling is tested in every layout, the other recipes in layouts that split matrices or layers. The last tests
+measure the cost of the default amax reduction.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -62,13 +64,11 @@ def nudged_curves(config: RunConfig, num_steps: int, num_nudges: int = 4) -> Nud
 
 @pytest.fixture(scope="module")
 def fp8_on_one_rank() -> Callable[..., Nudged]:
-    """By style and flags only."""
-    curves: dict[tuple[str, str], Nudged] = {}
+    """By style, flags and number of nudges."""
 
-    def nudged(style: str, flags: str = FP8, num_nudges: int = NUM_NUDGES) -> Nudged:
-        if (style, flags) not in curves:
-            curves[style, flags] = nudged_curves(small_config(style, flags), NUM_STEPS, num_nudges)
-        return curves[style, flags]
+    @functools.cache
+    def nudged(style: str, flags: str = FP8, num_nudges: int = 0) -> Nudged:
+        return nudged_curves(small_config(style, flags), NUM_STEPS, num_nudges)
 
     return nudged
 
@@ -84,14 +84,16 @@ def largest(differences: Iterable[float]) -> float:
     return max(map(abs, differences))
 
 
+@pytest.mark.long
 def test_fp8_bound_matches_the_sensitivity_of_the_models(fp8_on_one_rank: Callable[..., Nudged]) -> None:
     """The larger of the two, which have one bound: on some CPUs few nudges of one of them flip a code."""
-    curves = [fp8_on_one_rank(style) for style in STYLES]
+    curves = [fp8_on_one_rank(style, num_nudges=NUM_NUDGES) for style in STYLES]
     sensitivity = max(distance(other, curve) for curve, nudged in curves for other in nudged)
     bound = FP8_LAYOUT_LOSS["tensorwise"]
     assert bound / 10 < sensitivity < bound, "neither loose nor below what rounding does"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("style", STYLES)
 def test_plain_bounds_match_the_sensitivity_of_the_model(style: str) -> None:
     """The same for the bounds of the layouts without FP8, over 20 steps of the model that moves most."""
@@ -118,7 +120,7 @@ def test_layouts_without_split_matrices_follow_one_rank(
 ) -> None:
     """The first loss is equal up to the summation order of tokens, the gradients up to their summation order."""
     layers = layers_of(flags)
-    reference, _ = fp8_on_one_rank(style, f"{FP8} {layers}".strip(), num_nudges=0 if layers else NUM_NUDGES)
+    reference, _ = fp8_on_one_rank(style, f"{FP8} {layers}".strip())
     curve = run_ranks(2, curve_of, small_config(style, f"{FP8} {flags}", 2), NUM_STEPS)[0]
     assert abs(curve.losses[0] - reference.losses[0]) <= SUMMED_ELSEWHERE
     assert distance(curve, reference) <= FP8_LAYOUT_LOSS["tensorwise"]
@@ -169,11 +171,12 @@ def layout_free(recipe: str) -> str:
     return f"--micro-batch-size 4 --fp8-amax-reduction all {RECIPES[recipe]}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_other_recipes_bounds_match_the_sensitivity_of_the_model(
     recipe: str, fp8_on_one_rank: Callable[..., Nudged]
 ) -> None:
-    curve, nudged = fp8_on_one_rank("llama", layout_free(recipe))
+    curve, nudged = fp8_on_one_rank("llama", layout_free(recipe), NUM_NUDGES)
     sensitivity = max(distance(other, curve) for other in nudged)
     assert FP8_LAYOUT_LOSS[recipe] / 10 < sensitivity < FP8_LAYOUT_LOSS[recipe]
 

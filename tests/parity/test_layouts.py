@@ -68,8 +68,10 @@ LLAMA_LAYOUTS = {
     ),
     "recompute-mlp": (1, "--recompute-granularity selective --recompute-modules core_attn layernorm mlp"),
 }
+# Of gpt2, what does not depend on the style: nightly.
+LONG = {"gpt2-dp2", "gpt2-dp2-distributed-optimizer-overlap", "gpt2-recompute-full", "gpt2-recompute-attention"}
 EVERY_LAYOUT = [
-    pytest.param(style, *layout, id=f"{style}-{name}")
+    pytest.param(style, *layout, id=f"{style}-{name}", marks=[pytest.mark.long] if f"{style}-{name}" in LONG else [])
     for style in STYLES
     for name, layout in (LAYOUTS | (LLAMA_LAYOUTS if style == "llama" else {})).items()
 ]

@@ -47,11 +47,17 @@ def config_of(recipe: str, layout: str = "", world_size: int = 1) -> RunConfig:
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_quantized_mixture_follows_one_rank(recipe: str) -> None:
-    reference, nudged = nudged_curves(config_of(recipe), NUM_STEPS)
-    bound = MIXTURE_FP8_LAYOUT_LOSS[recipe]
-    assert bound / 10 < max(distance(other, reference) for other in nudged) < bound, "the bound fits the model"
+    reference = run_ranks(1, curve_of, config_of(recipe), NUM_STEPS)[0]
     curve = run_ranks(2, curve_of, config_of(recipe, SHARED_TOKENS, 2), NUM_STEPS)[0]
-    assert distance(curve, reference) <= bound
+    assert distance(curve, reference) <= MIXTURE_FP8_LAYOUT_LOSS[recipe]
     if recipe != "delayed":  # whose first loss differs by 8e-5
         # An expert whose output is wrong by 1% on one rank changes it by 2e-5 or more.
         assert abs(curve.losses[0] - reference.losses[0]) <= SUMMED_ELSEWHERE
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_bounds_match_the_sensitivity_of_the_model(recipe: str) -> None:
+    reference, nudged = nudged_curves(config_of(recipe), NUM_STEPS)
+    bound = MIXTURE_FP8_LAYOUT_LOSS[recipe]
+    assert bound / 10 < max(distance(other, reference) for other in nudged) < bound
