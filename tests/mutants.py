@@ -321,7 +321,9 @@ def first_set() -> tuple[set[str], set[str]]:
 def relevant_tests(maps: Path, chosen: list[Mutant]) -> dict[Mutant, list[Test]]:
     """The tests that execute the line of each mutant; for a line executed by imports, those that use its module."""
     numbers = package_statements()
-    spans = {path: [number for (name, _), number in numbers.items() if name == path] for path, _ in numbers}
+    spans: dict[str, list[int]] = {}
+    for (path, _), number in numbers.items():
+        spans.setdefault(path, []).append(number)
     imported = unpacked((maps / "imported").read_text())
     found: dict[Mutant, list[Test]] = {mutant: [] for mutant in chosen}
     for file in sorted(maps.glob("*.json")):
@@ -430,7 +432,9 @@ def run(arguments: argparse.Namespace) -> None:
     def work(number: int) -> None:
         tree = Path(arguments.trees) / str(number)
         if not tree.exists():
-            subprocess.run(["git", "clone", "--quiet", "--shared", ROOT, tree], check=True)
+            clone = ["git", "clone", "--quiet", "--shared", "--config", "advice.detachedHead=false", ROOT, tree]
+            subprocess.run(clone, check=True)
+            (tree / ".venv").symlink_to(ROOT / ".venv")  # some tests look for it
         while True:
             try:
                 mutant = waiting.get_nowait()

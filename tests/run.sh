@@ -40,7 +40,6 @@ run_part() {
   local command=("$PYTHON" -m pytest -p no:cacheprovider ${ignored:-})
   log=$(mktemp "$logs/XXXXXX")
   shift
-  # shellcheck disable=SC2016  # bash -c expands it
   case $1 in
     lint) command=(bash -c '"$PYTHON" -m ruff check . && "$PYTHON" -m ruff format --check . && "$PYTHON" -m mypy') ;;
     *.sh) command=(bash) ;;
