@@ -1,14 +1,14 @@
 """Do the tests notice a mistake?  Mutants of the package: random code lines changed, one at a time.
 
-    python tests/mutants.py map --jobs 2                  which test executes which line, and its seconds
-    python tests/mutants.py costs                         CPU seconds of each test module, and how many are only there
+    python tests/mutants.py map --jobs 2                  which test executes which line, and its CPU seconds
+    python tests/mutants.py costs                         CPU seconds and lines of each test module
     python tests/mutants.py run --jobs 2 --count 100      each mutant: the first set, then the other tests of its line
 
-`map` runs the complete suite once, a test module a process, with a mark in every statement of the package. `run`
-changes a line in a copy of the last commit and runs the tests that execute it, cheapest module first, up to the first
-failure. Both continue where they were interrupted. The results are JSON lines, one a mutant; the last lines printed
-are the share of the mutants caught by the complete suite that the first set catches. A line that no test executes has
-no mutant here; their number is printed. So are GPU-only lines on a machine without a GPU.
+`map` runs the complete suite once, with a mark in every statement of the package. `run` changes a line in a clone of
+the last commit and runs the tests that execute it, cheapest module first, up to the first failure. Both continue where
+they were interrupted. `run` writes a JSON line for each mutant. It prints how many of those that the complete suite
+catches the first set catches, and how many lines were drawn that no test executes, such as GPU-only ones. Tests started
+by a new interpreter leave no marks, and a test counts as failed after a time limit, so use a quiet machine.
 """
 
 from __future__ import annotations
@@ -150,9 +150,7 @@ class Recorder:
         return found
 
     def pytest_collection_finish(self) -> None:
-        imported = self.output / "imported"
-        before = unpacked(imported.read_text()) if imported.exists() else b""
-        imported.write_text(packed(join(self.take(), before)))
+        (self.output / f"imported{os.getpid()}").write_text(packed(self.take()))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_setup(self) -> Iterator[None]:
@@ -182,6 +180,11 @@ class Recorder:
 def join(one: bytes, other: bytes | bytearray) -> bytes:
     """The marks of both."""
     return (int.from_bytes(one, "little") | int.from_bytes(other, "little")).to_bytes(len(one), "little")
+
+
+def imported_marks(maps: Path) -> bytes:
+    """The marks of all imports."""
+    return functools.reduce(join, (unpacked(path.read_text()) for path in maps.glob("imported*")))
 
 
 def packed(marks: bytes) -> str:
@@ -324,7 +327,7 @@ def relevant_tests(maps: Path, chosen: list[Mutant]) -> dict[Mutant, list[Test]]
     spans: dict[str, list[int]] = {}
     for (path, _), number in numbers.items():
         spans.setdefault(path, []).append(number)
-    imported = unpacked((maps / "imported").read_text())
+    imported = imported_marks(maps)
     found: dict[Mutant, list[Test]] = {mutant: [] for mutant in chosen}
     for file in sorted(maps.glob("*.json")):
         content = json.loads(file.read_text())
@@ -389,7 +392,7 @@ def judge(mutant: Mutant, tests: list[Test], tree: Path, limit_s: float) -> dict
 
 def executed_lines(maps: Path) -> set[Statement]:
     """The lines that any test executes."""
-    marks = unpacked((maps / "imported").read_text())
+    marks = imported_marks(maps)
     for file in maps.glob("*.json"):
         content = json.loads(file.read_text())
         for text in [content["fixtures"], *(test[1] for test in content["tests"].values())]:
