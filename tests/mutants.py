@@ -296,7 +296,7 @@ def own_expressions(node: ast.AST) -> Iterator[ast.expr]:
 
 
 @dataclass
-class Test:
+class TimedTest:
     """A test that passes without mutants."""
 
     name: str
@@ -321,14 +321,14 @@ def first_set() -> tuple[set[str], set[str]]:
     return set(words) - left_out, left_out
 
 
-def relevant_tests(maps: Path, chosen: list[Mutant]) -> dict[Mutant, list[Test]]:
+def relevant_tests(maps: Path, chosen: list[Mutant]) -> dict[Mutant, list[TimedTest]]:
     """The tests that execute the line of each mutant; for a line executed by imports, those that use its module."""
     numbers = package_statements()
     spans: dict[str, list[int]] = {}
     for (path, _), number in numbers.items():
         spans.setdefault(path, []).append(number)
     imported = imported_marks(maps)
-    found: dict[Mutant, list[Test]] = {mutant: [] for mutant in chosen}
+    found: dict[Mutant, list[TimedTest]] = {mutant: [] for mutant in chosen}
     for file in sorted(maps.glob("*.json")):
         content = json.loads(file.read_text())
         module, fixtures = file.stem.replace("__", "/"), unpacked(content["fixtures"])
@@ -338,11 +338,11 @@ def relevant_tests(maps: Path, chosen: list[Mutant]) -> dict[Mutant, list[Test]]
                 number, span = numbers[mutant.path, mutant.line], spans[mutant.path]
                 uses = any(marks[span[0] : span[-1] + 1]) or any(fixtures[span[0] : span[-1] + 1])
                 if marks[number] or fixtures[number] or (imported[number] and uses):
-                    tests.append(Test(name, module, seconds))
+                    tests.append(TimedTest(name, module, seconds))
     return found
 
 
-def caught(tests: list[Test], tree: Path, limit_s: float) -> tuple[bool, float, str]:
+def caught(tests: list[TimedTest], tree: Path, limit_s: float) -> tuple[bool, float, str]:
     """Whether a test fails: cheapest module first, as many as fit into the limit. Also the seconds and the failure."""
     costs: Counter[str] = Counter()
     for test in tests:
@@ -370,7 +370,7 @@ def caught(tests: list[Test], tree: Path, limit_s: float) -> tuple[bool, float, 
     return done.returncode != 0, time.monotonic() - start, failure if done.returncode else ""
 
 
-def judge(mutant: Mutant, tests: list[Test], tree: Path, limit_s: float) -> dict[str, Any]:
+def judge(mutant: Mutant, tests: list[TimedTest], tree: Path, limit_s: float) -> dict[str, Any]:
     """One line of the result."""
     line: dict[str, Any] = dataclasses.asdict(mutant) | {"result": "not executed", "tests": len(tests)}
     path = tree / mutant.path
@@ -497,7 +497,7 @@ def costs(arguments: argparse.Namespace) -> None:
         for cost, text in content["tests"].values():
             seconds += cost
             lines |= int.from_bytes(unpacked(text), "little")
-        is_first = Test("", module, 0).is_first
+        is_first = TimedTest("", module, 0).is_first
         first |= lines * is_first
         rows.append((seconds, module, is_first, lines))
     print("seconds  lines  others  set    module")

@@ -203,6 +203,7 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
         ". .venv/bin/activate": "belongs to the command before",
         "pre-commit": "changes the checkout; its hooks are lines of tests/run.sh",
         "python -m pytest": TESTS,
+        "python tests/mutants.py": "runs all tests; tests/test_mutants.py tests its parts",
         "mkdocs serve": "a server",
         "mkdocs build": "tests/policy/test_site.py builds the site",
     },
