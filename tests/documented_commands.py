@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+DOCS = sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/dev").glob("*.md")])
+PAGES = ("README.md", "CONTRIBUTING.md", *(path.relative_to(ROOT).as_posix() for path in DOCS))
 BASH_BLOCK = re.compile(r"```bash\n(.*?)```", re.DOTALL)
 COMMENT = re.compile(r"(^|\s+)#.*$")
 

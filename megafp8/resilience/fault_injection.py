@@ -6,7 +6,7 @@ at the first that reaches the point). `MEGAFP8_FAULTS_FIRED` names a folder in w
 fires, so that it does not fire again when the run is restarted.
 
 Without a plan, `point` and `poison` do nothing. A process reads its plan on import of this module. The tables of points
-and kinds are in docs/reliability.md.
+and kinds are in docs/dev/reliability_internals.md.
 """
 
 from __future__ import annotations

@@ -160,12 +160,12 @@ SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     },
     "docs/muon.md": {"megafp8 pretrain --model-preset tiny": {END: f"{SHAPE} {SHORT} --seq-length 32"}},
     "docs/reliability.md": {
-        "python pretrain_gpt.py --model-preset tiny --seq-length 128 --micro-batch-size 2 --global-batch-size 16 "
-        "--train-iters 200": {END: f"{SHAPE} --seq-length 32 {SHORT} --loss-scale-window 2"},
-        "python pretrain_gpt.py --model-preset tiny --seq-length 128 --micro-batch-size 2 --global-batch-size 16 "
-        "--train-iters 2000": {END: f"{SHAPE} --seq-length 32 {SHORT} --save-interval 2"},
+        "megafp8 pretrain --model-preset tiny": {END: f"{SHAPE} --seq-length 32 {SHORT} --loss-scale-window 2"},
         "torchrun": RANKS | {"FLAGS": FLAGS},
-        "python launcher/supervise.py": SUPERVISED,
+        "megafp8 supervise": SUPERVISED,
+    },
+    "docs/numerics_guard.md": {
+        "megafp8 pretrain --model-preset tiny": {END: f"{SHAPE} --seq-length 32 {SHORT} --save-interval 2"},
     },
     "docs/recipes.md": {"python pretrain_gpt.py --model-preset tiny": {END: SHORT}},
     "docs/scaling_studies.md": {
@@ -229,7 +229,7 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
     "docs/planning.md": {
         "python benchmarks/planner_accuracy.py": f"{RUN_BY}tests/unit/benchmarks/test_planner_accuracy.py"
     },
-    "docs/reliability.md": {
+    "docs/dev/reliability_internals.md": {
         "python -m pytest tests/faults": TESTS,
         "python -m pytest tests/faults --long": TESTS,
         "python benchmarks/chaos_soak.py": f"{RUN_BY}tests/faults/test_chaos_soak.py",

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from documented_commands import commands_in
+from documented_commands import DOCS, commands_in
 from syntax_trees import tree_of
 from test_import_levels import CORE, LEVELS, MAY_IMPORT, WINGS
 
@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 
 import flag_reference
 
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "docs/dev").glob("*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *DOCS])
 
 LINK = re.compile(r"\]\(([^)#]+)")
 CODE_SPAN = re.compile(r"`([^`\n]+)`")

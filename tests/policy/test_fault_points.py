@@ -26,7 +26,7 @@ def test_fault_points_of_table_and_code_agree() -> None:
 
 
 def test_the_document_has_the_fault_point_table() -> None:
-    text = (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/dev/reliability_internals.md").read_text(encoding="utf-8")
     rows = table_rows(text, "point") + table_rows(text, "number that goes wrong")
     assert {row[0].strip("`"): row[1] for row in rows} == fault_injection.POINTS | fault_injection.POISONS
 
