@@ -19,6 +19,7 @@ TRAINING = (
 )
 # The command that takes the file of each page's blocks; a page's next block adds to the blocks before it.
 TAKEN_BY = {
+    "docs/from_megatron_lm.md": [f"launcher/slurm.py {FILE} --dry-run"],
     "docs/launching.md": [f"launcher/slurm.py {FILE} --dry-run"] * 2,
     "docs/precision.md": [f"pretrain_gpt.py {TRAINING} --precision-map {FILE} --dry-run"],
     "docs/scaling_studies.md": [

@@ -50,6 +50,7 @@ QUICKSTART = (
     "python tools/preprocess_data.py --input runs/quickstart/corpus.jsonl --output-prefix runs/quickstart/stdlib "
     "--workers 1 --tokenizer-type SentencePieceTokenizer --tokenizer-model runs/quickstart/tokenizer.model\n"
 )
+TOKENIZER = "--tokenizer-type SentencePieceTokenizer --tokenizer-model data/tokenizer.model"
 
 OWN_TEXT = {
     "megafp8 train-tokenizer": SMALL_TOKENIZER,
@@ -60,13 +61,19 @@ OWN_TEXT = {
     "megafp8 generate": {"100": "4"},
 }
 
+TRAINED_ON_TEXT = (
+    "megafp8 train-tokenizer --input data/text.jsonl --model-prefix data/tokenizer --vocab-size 600 --num-threads 1\n"
+    f"megafp8 preprocess --input data/text.jsonl --output-prefix data/corpus --workers 1 {TOKENIZER}\n"
+    f"megafp8 pretrain --model-preset tiny {SHAPE} --seq-length 32 {SHORT} --lr 1e-3 --vocab-size 600 {TOKENIZER} "
+    "--data-path data/corpus_text_document --split 98,2,0 --save runs/first\n"
+)
+
 SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "README.md": OWN_TEXT | {
         "megafp8 plan": SMALL_PLAN,
-        "torchrun --standalone": {"8": "2", "FLAGS": FLAGS},
+        "megafp8 torchrun": {"torchrun": "torchrun --gpus-per-node 0 --ranks-per-node 2 --dry-run", "FLAGS": FLAGS},
     },
     "docs/getting_started.md": OWN_TEXT | {
-        "megafp8 evaluate --load runs/first --data-path": {"100000": "500"},
         "megafp8 plan": SMALL_PLAN,
         "megafp8 supervise": SUPERVISED,
         "megafp8 run-comparison": {
@@ -76,11 +83,17 @@ SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
             "runs/bf16": "runs/recipes/bf16/seed*", "runs/fp8": "runs/recipes/tensorwise/seed*"
         },
     },
+    "docs/generate_evaluate.md": {
+        "megafp8 generate": {BEFORE: TRAINED_ON_TEXT, "100": "4"},
+        "megafp8 evaluate --load runs/first --data-path": {"100000": "500"},
+    },
     "docs/mixture_of_experts.md": {
         "megafp8 pretrain": {END: f"{SHORT} --seq-length 32"},
         "megafp8 plan": {END: "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1"},
     },
+    "docs/fsdp.md": {"torchrun": {"8": "2", "FLAGS": FLAGS}},
     "docs/parallelism.md": {
+        "megafp8 plan": SMALL_PLAN,
         "torchrun --standalone": {"8": "2", "FLAGS": FLAGS},
         "torchrun --nnodes 8": {
             "--nnodes 8 --node-rank 3": "--nnodes 1 --node-rank 0", "--nproc-per-node 8": "--nproc-per-node 1",
@@ -88,17 +101,15 @@ SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         },
     },
     "docs/checkpoints.md": {
-        "python pretrain_gpt.py --model-preset tiny": {
+        "megafp8 pretrain --model-preset tiny": {
             END: f"{SHAPE} {SHORT} --seq-length 32 --train-iters 8 --save-interval 2"
         },
-        "python tools/checkpoint.py show": {"--ckpt-step 100": "--ckpt-step 6"},
-        "python tools/checkpoint.py seal": {
+        "megafp8 checkpoint show": {"--ckpt-step 100": "--ckpt-step 6"},
+        "megafp8 checkpoint seal": {
             BEFORE: "mkdir runs/old\ncp -r runs/first/iter_0000008 runs/old\nrm runs/old/*/manifest.json\n",
             "iter_0000200": "iter_0000008",
         },
-        "python tools/convert_checkpoint.py from-megatron": {
-            BEFORE: "python tools/convert_checkpoint.py to-megatron runs/first megatron/run\n"
-        },
+        "megafp8 convert from-megatron": {BEFORE: "megafp8 convert to-megatron runs/first megatron/run\n"},
     },
     "docs/from_megatron_lm.md": {
         "megafp8 convert from-megatron": {
@@ -107,11 +118,10 @@ SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         },
     },
     "docs/hugging_face.md": {
-        "python pretrain_gpt.py --model-preset llama3-8b": {
-            BEFORE: "python tools/preprocess_data.py --input data/mine.jsonl --output-prefix data/mine --workers 1 "
+        "megafp8 pretrain --config": {
+            BEFORE: "megafp8 preprocess --input data/mine.jsonl --output-prefix data/mine --workers 1 "
                     "--tokenizer-type HuggingFaceTokenizer --tokenizer-model models/llama3-8b/tokenizer\n",
-            END: f"--num-layers 1 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 8 --num-query-groups 2 "
-                 f"--vocab-size 300 --max-position-embeddings 64 {SHORT} --seq-length 32",
+            END: f"{SHORT} --seq-length 32",
         },
     },
     "docs/comparing.md": {
@@ -124,16 +134,13 @@ SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         },
     },
     "docs/data.md": {
-        "python tools/train_tokenizer.py --input 'data/*.jsonl' --vocab-size 32000 --model-prefix data/tokenizer":
-            SMALL_TOKENIZER,
-        "python tools/train_tokenizer.py --input 'data/*.jsonl' --vocab-size 32000 --model-prefix data/gpt":
-            SMALL_TOKENIZER,
-        "python tools/preprocess_data.py": {END: "--workers 1"},
-        "python tools/merge_shards.py --input a_text_document": {
+        "megafp8 train-tokenizer": SMALL_TOKENIZER,
+        "megafp8 preprocess": {END: "--workers 1"},
+        "megafp8 merge-shards --input a_text_document": {
             BEFORE: "mkdir shards\nfor name in a b data/a data/b shards/c; do for end in bin idx manifest.json; do "
                     "cp data/corpus_text_document.$end ${name}_text_document.$end; done; done\n",
         },
-        "python tools/build_index.py": {END: "--seq-length 32 --train-iters 10 --global-batch-size 2"},
+        "megafp8 build-index": {END: "--seq-length 32 --train-iters 10 --global-batch-size 2"},
     },
     "docs/doctor.md": {
         "megafp8 doctor --gpus 8": {BEFORE: "mkdir runs\n", "--gpus 8 ": ""},
@@ -156,7 +163,7 @@ SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         },
     },
     "docs/precision.md": {
-        "python pretrain_gpt.py": {END: f"--seq-length 32 {SHORT} --fp8-schedule bf16:1,fp8:3,bf16"},
+        "megafp8 pretrain": {END: f"--seq-length 32 {SHORT} --fp8-schedule bf16:1,fp8:3,bf16"},
     },
     "docs/muon.md": {"megafp8 pretrain --model-preset tiny": {END: f"{SHAPE} {SHORT} --seq-length 32"}},
     "docs/reliability.md": {
@@ -194,7 +201,6 @@ TESTS = "the tests themselves"
 NOT_RUN: Mapping[str, Mapping[str, str]] = {
     "README.md": {
         "bash examples/quickstart.sh": f"{RUN_BY}tests/cli/test_quickstart.py",
-        "bash tests/run.sh": TESTS,
         ". tools/setup_venv.sh": "installs packages: tests/run.sh begins with it",
         ". .venv/bin/activate": "belongs to the command before",
     },
@@ -210,6 +216,12 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
     "docs/getting_started.md": {
         ". tools/setup_venv.sh": "installs packages: tests/run.sh begins with it",
         ". .venv/bin/activate": "belongs to the command before",
+    },
+    "docs/index.md": {
+        ". tools/setup_venv.sh": "installs packages: tests/run.sh begins with it",
+        ". .venv/bin/activate": "belongs to the command before",
+    },
+    "docs/generate_evaluate.md": {
         "lm_eval": "needs that package: tests/cli/test_lm_eval.py runs it where it is installed",
     },
     "docs/comparing.md": {
@@ -266,6 +278,12 @@ def give_llama(folder: Path) -> None:
         shutil.copy(folder / "bpe" / name, theirs)
 
 
+def give_job(folder: Path) -> None:
+    """The job file that docs/from_megatron_lm.md shows."""
+    text = (ROOT / "docs/from_megatron_lm.md").read_text(encoding="utf-8")
+    (folder / "llama3_8b.yaml").write_text(text.split("```yaml\n")[1].split("```")[0], encoding="utf-8")
+
+
 def give_study(folder: Path) -> None:
     """The study of docs/scaling_studies.md with fewer tokens."""
     text = (ROOT / "examples/studies/stdlib_cpu.yaml").read_text(encoding="utf-8")
@@ -280,6 +298,8 @@ def give_study(folder: Path) -> None:
 
 GIVEN: Mapping[str, Callable[[Path], None]] = {
     "README.md": lambda folder: write_text(folder / "data/text.jsonl"),
+    "docs/from_megatron_lm.md": give_job,
+    "docs/generate_evaluate.md": lambda folder: write_text(folder / "data/text.jsonl"),
     "docs/getting_started.md": lambda folder: write_text(folder / "data/text.jsonl"),
     "docs/hugging_face.md": give_llama,
     "docs/data.md": give_texts,

@@ -1,4 +1,4 @@
-"""The LM Evaluation Harness on an exported checkpoint, without a network, as docs/getting_started.md describes it."""
+"""The LM Evaluation Harness on an exported checkpoint, without a network, as docs/generate_evaluate.md describes it."""
 
 from __future__ import annotations
 
