@@ -13,7 +13,7 @@ SAFETENSORS = ["safetensors>=0.8"]
 TRANSFORMERS = [f'{name}; python_version >= "3.11"' for name in ("transformers>=5", "accelerate", "compressed-tensors")]
 PREPROCESSING = ["gigatoken>=0.10", "orjson", "pyarrow", "backports.zstd"]  # fast BPE and JSON, Parquet, .zst
 TESTS = ["pytest", "pytest-timeout", *TOKENIZERS, *SAFETENSORS, *PREPROCESSING]  # of the first set
-DOCS = ["mkdocs-material>=9.6,<10", "mkdocstrings[python]"]
+DOCS = ["mkdocs-material>=9.6,<10", "mkdocstrings[python]", "mike>=2.1"]
 # The supported versions: 0.16.1 on every Python, 0.19 on those that it is made for. See docs/dev/upstream.md.
 MEGATRON_CORE = [
     'megatron-core==0.16.1; python_version < "3.12"',
@@ -23,12 +23,13 @@ MEGATRON_CORE = [
 setup(
     name="megafp8",
     version=version,
-    description="Pretraining of GPT models in FP8 on megatron-core, from one CPU to clusters of GPUs",
+    description="Pretraining of GPT models in FP8 and FP4 on megatron-core, on GPUs and CPUs",
     long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     author="The megafp8 developers",
     license_expression="Apache-2.0",
     license_files=["LICENSE"],
+    # project_urls={"Source": ..., "Documentation": ...}, as soon as the project has an address
     keywords=["pretraining", "GPT", "FP8", "FP4", "quantization", "megatron-core", "Transformer Engine", "PyTorch"],
     classifiers=[
         "Development Status :: 4 - Beta",

@@ -212,6 +212,7 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
         "python tests/mutants.py": "runs all tests; tests/test_mutants.py tests its parts",
         "mkdocs serve": "a server",
         "mkdocs build": "tests/policy/test_site.py builds the site",
+        "mike deploy": "commits to a branch",
     },
     "docs/getting_started.md": {
         ". tools/setup_venv.sh": "installs packages: tests/run.sh begins with it",
