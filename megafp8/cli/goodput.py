@@ -4,7 +4,7 @@
     megafp8 goodput --gpus 512 --step-s 5 --tokens-per-step 16e6 --checkpoint-gb 5000 --days 30
 
 The run is the fastest layout that megafp8 plan finds. Accepts all flags of megafp8 pretrain as well; --save-interval
-and --async-save are those of the run. docs/goodput.md has the formulas and where the defaults come from.
+and --async-save are those of the run. docs/planning.md has the defaults.
 """
 
 from __future__ import annotations

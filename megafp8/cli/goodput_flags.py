@@ -121,9 +121,11 @@ def build_inputs(arguments: argparse.Namespace, parsed: ParsedArgs, gpu: Gpu) ->
         **values, num_gpus=arguments.gpus, num_nodes=num_nodes, save_interval=parsed.config.checkpoint.save_interval,
         load_s=write_s, write_s=write_s, stall_s=stall_s(arguments, parsed.config.checkpoint.async_save, write_s),
     )  # fmt: skip
+    restart = [] if "restart_s" in values else ["the restart time was measured on two CPU ranks: give --restart-s"]
     return inputs, [
         f"a step of {inputs.tokens_per_step:,.0f} tokens takes {inputs.step_s:.4g} s ({step_origin})",
         f"a checkpoint of {size_gb:,.4g} GB ({size_origin}) is written and read at {bytes_per_s / GB:,.4g} GB/s",
+        *restart,
     ]
 
 

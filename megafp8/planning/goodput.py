@@ -1,7 +1,7 @@
 """Goodput of a long run by formulas: effective training time, its parts, and the best save interval.
 
 Failures are independent, with exponential gaps, and also strike while the run is down (Young, CACM 17(9), 1974; Daly,
-FGCS 22(3), 2006). docs/goodput.md has the assumptions and the difference to a simulation of single failures.
+FGCS 22(3), 2006). docs/dev/planner_model.md has the assumptions.
 """
 
 from __future__ import annotations

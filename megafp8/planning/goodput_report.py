@@ -66,7 +66,7 @@ def goodput_text(data: dict[str, Any], cluster: str) -> str:
         f"{data['num_failures']:,.1f} failures" + (f", one every {time_text(mtbf_s)}" if mtbf_s else ""),
         *(saves or ["never saved"]),
         "", text_table(("where the time goes", "share", "hours"), parts, "lrr"),
-        "", "assumptions (docs/goodput.md)", *(f"  {line}" for line in data["sources"]),
+        "", "assumptions (docs/planning.md)", *(f"  {line}" for line in data["sources"]),
         f"  failures in 1,000 days: {' and '.join(rates)}; independent, exponential",
         f"  recovery: {inputs['detection_s']:g} s to detect a failure, {inputs['restart_s']:g} s to restart, "
         f"{inputs['load_s']:.3g} s to load",

@@ -146,21 +146,17 @@ SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         "megafp8 doctor --gpus 8": {BEFORE: "mkdir runs\n", "--gpus 8 ": ""},
         "megafp8 verify-device": {END: "--recipes delayed"},
     },
-    "docs/goodput.md": {
-        "megafp8 plan --goodput --model-preset": {
+    "docs/planning.md": {
+        "megafp8 plan --model-preset": SMALL_PLAN,
+        "megafp8 goodput --model-preset": {
             "llama3-405b --gpus 16384": "llama-1b --gpus 8",
             END: "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1",
         },
-    },
-    "docs/planning.md": {
-        "python tools/plan.py": SMALL_PLAN,
-        "python pretrain_gpt.py": {END: f"{SHAPE} --dry-run"},
+        "megafp8 pretrain": {END: f"{SHAPE} --dry-run"},
     },
     "docs/performance.md": {
-        "torchrun": {
-            "torchrun": "torchrun --standalone", "llama3-8b": "tiny", "128255": "255", "--log-energy": "",
-            END: f"{SHAPE} --seq-length 32 {SHORT}",
-        },
+        "megafp8 pretrain --model-preset llama-1b": {"llama-1b": "tiny", "50303": "255", END: f"{SHAPE} {SHORT}"},
+        "megafp8 pretrain --model-preset tiny": {END: SHAPE},
     },
     "docs/precision.md": {
         "megafp8 pretrain": {END: f"--seq-length 32 {SHORT} --fp8-schedule bf16:1,fp8:3,bf16"},
@@ -235,13 +231,6 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
         "installs packages",
     )
     | dict.fromkeys(("docker", "enroot", "apptainer"), "needs the program and a registry"),
-    "docs/performance.md": {
-        "python benchmarks/gpu_train.py": f"{RUN_BY}tests/unit/benchmarks/test_benchmarks_run.py",
-        "accelerate launch": "needs that package",
-    },
-    "docs/planning.md": {
-        "python benchmarks/planner_accuracy.py": f"{RUN_BY}tests/unit/benchmarks/test_planner_accuracy.py"
-    },
     "docs/dev/reliability_internals.md": {
         "python -m pytest tests/faults": TESTS,
         "python -m pytest tests/faults --long": TESTS,

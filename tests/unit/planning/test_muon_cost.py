@@ -18,7 +18,7 @@ from megafp8.planning.step_time import optimizer_s
 from megafp8.resources.memory import estimate_memory
 
 LLAMA3_8B = PRESETS["llama3-8b"]
-# As docs/muon.md lists them: query, key, value, linear_proj, linear_fc1 and linear_fc2.
+# Query, key, value, linear_proj, linear_fc1 and linear_fc2.
 SHAPES = {(4096, 4096), (1024, 4096), (28_672, 4096), (14_336, 4096)}
 RUN = {
     "optimizer.optimizer": "muon", "precision.bf16": True, "data.seq_length": 4096, "training.micro_batch_size": 1,
