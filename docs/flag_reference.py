@@ -36,29 +36,30 @@ def group_table(group: str) -> str:
     rows = [row(setting) for setting in all_settings() if setting.group == group and not setting.former]
     if group == flag_help.GENERAL:
         options = flag_help.general_rows(cached_parser())
-        rows = [(f"`{names}`", "", text, "") for names, text in options] + rows
-    lines = "".join(f"| {' | '.join(map(escaped, cells))} |\n" for cells in rows)
+        rows = [(f"`{names}`", text, "") for names, text in options] + rows
+    lines = "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
     return (
         f"\n## {group.capitalize()}\n\n{title[0].upper()}{title[1:]}.{link}\n\n"
-        f"| flag | default | meaning | Megatron-LM |\n|---|---|---|---|\n{lines}"
+        f"| flag | meaning | Megatron-LM |\n|---|---|---|\n{lines}"
     )
 
 
 def escaped(cell: str) -> str:
-    """A cell of a table, with asterisks and bars as they are."""
+    """A text in a table, with asterisks and bars as they are."""
     return re.sub(r"([|*])", r"\\\1", cell)
 
 
-def row(setting: Setting) -> tuple[str, str, str, str]:
-    """Cells of a flag: names, default, meaning with values and conditions, Megatron-LM's meaning."""
+def row(setting: Setting) -> tuple[str, str, str]:
+    """Cells of a flag: names, meaning with values, default and conditions, Megatron-LM's meaning."""
     facts = flag_help.flag_facts(setting)
     value = "" if setting.is_switch else f" {flag_help.value_name(setting, brief=True)}"
-    names = ", ".join(f"`{flag}{value}`" for flag in (*setting.flags, *setting.off))
-    texts = [flag_help.MARKS.get(setting.audience, "") + flag_help.description(setting)]
-    texts += [] if setting.is_switch else [facts["value"]]
-    texts += [f"needs {facts['needs']}"] if "needs" in facts else []
+    names = ", ".join(f"`{flag}{value}`".replace("|", r"\|") for flag in (*setting.flags, *setting.off))
+    text = flag_help.MARKS.get(setting.audience, "") + flag_help.description(setting)
+    values = [] if setting.is_switch or facts["value"] == "text" else [facts["value"]]
+    values.append(f"default: {facts['default']}")
+    values += [f"needs {facts['needs']}"] if "needs" in facts else []
     megatron = "none" if setting.megatron == flag_help.OWN else facts["Megatron-LM"]
-    return names, flag_help.default_text(setting), "<br>".join(texts), megatron
+    return names, f"{escaped(text)}<br>*{escaped('; '.join(values))}*", megatron
 
 
 if __name__ == "__main__":

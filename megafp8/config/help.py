@@ -169,7 +169,7 @@ def flag_facts(setting: Setting) -> dict[str, str]:
     facts = {
         "value": _value_text(setting),
         "default": default_text(setting) or "none",
-        "needs": f"{needs}: {'refused' if setting.requires else 'no effect'} without" if needs else "",
+        "needs": f"{needs} ({'refused' if setting.requires else 'no effect'} without it)" if needs else "",
         "Megatron-LM": megatron_meaning(setting),
         "in a file": setting.name,
         "group": setting.group,
@@ -208,7 +208,7 @@ def value_name(setting: Setting, brief: bool = False) -> str:
         return f"{{{','.join(map(str, setting.choices))}}}"
     if setting.metavar or setting.unit:
         return setting.metavar or setting.unit.upper()
-    last_word = setting.field.rpartition("_")[2].upper()
+    last_word = setting.field.rpartition("_")[2].upper() if "_" in setting.field else "NAME"
     return last_word if setting.choices else {int: "N", float: "X", str: "TEXT"}[setting.type]
 
 
@@ -218,7 +218,7 @@ def _value_text(setting: Setting) -> str:
     kind = {int: "whole number", float: "number", str: "path" if setting.is_path else "text"}[setting.type]
     parts = [f"one of {', '.join(map(str, setting.choices))}" if setting.choices else kind]
     if setting.unit:
-        parts.append(f"in {setting.unit}" if setting.unit[-1] == "s" or setting.type is float else f"a {setting.unit}")
+        parts[0] += f" of {setting.unit}" if setting.unit != "step" else ", a step"
     if setting.range is not None and setting.range.low > -NO_LIMIT:
         is_limited = setting.range.high is not None and setting.range.high < NO_LIMIT
         parts.append(str(setting.range if is_limited else replace(setting.range, high=None)))

@@ -93,8 +93,8 @@ def test_a_flag_is_found_with_and_without_dashes(topic: str) -> None:
     lines = [line.split(None, 1) for line in shown(topic).splitlines() if line]
     assert lines[0] == ["--spike-window", "UPDATES"]
     facts = {name: text for name, text in lines[2:] if name != "in"}
-    assert facts["value"] == "whole number, in updates, at least 3" and facts["default"] == "32"
-    assert facts["needs"] == "--spike-policy: refused without" and facts["group"] == "reliability"
+    assert facts["value"] == "whole number of updates, at least 3" and facts["default"] == "32"
+    assert facts["needs"] == "--spike-policy (refused without it)" and facts["group"] == "reliability"
     assert " Megatron-LM  no such flag" in shown(topic)
 
 
