@@ -67,11 +67,14 @@ def check_settings(path: Path, saved: RunConfig, config: RunConfig, with_optimiz
     check_optimizer(path, saved, config, with_optimizer)
 
 
-def check_model(path: Path, saved: RunConfig, config: RunConfig) -> None:
-    """Raise if the checkpoint is of another model, with the differences. `changed_settings` names the others.
+def check_model(path: Path, saved: RunConfig, config: RunConfig, num_rows: Optional[int] = None) -> None:
+    """Raise if the checkpoint is of another model, with all differences. `changed_settings` names the others.
 
     `vocab_size` is compared only where both runs take it the same way: NullTokenizer adds an ID, and other tokenizers
     may bring their own vocabulary. `check_vocabulary` covers the other cases.
+
+    Args:
+        num_rows: padded number of rows of this run's embedding, which is compared, too; None: it is not known.
     """
     is_null = [each.data.tokenizer_type == NULL_TOKENIZER for each in (saved, config)]
     checked = set(settings.settings_with(Role.WEIGHTS))
@@ -82,11 +85,15 @@ def check_model(path: Path, saved: RunConfig, config: RunConfig) -> None:
         checked.remove("model.moe_router_load_balancing_type")
     different = settings.diff(with_explicit_sizes(saved), with_explicit_sizes(config))
     lines = [line for line in different if line.partition(":")[0] in checked]
+    if num_rows is not None and all(line.startswith("model.vocab_size:") for line in lines):
+        check_vocabulary(path, config, num_rows)  # names the flag's value
+    elif num_rows is not None and not has_vocabulary(path, config, num_rows):
+        lines.append(f"rows of the embedding: {embedding_rows(path)} -> {num_rows}")
     if lines:
         raise CheckpointError(
             f"{path} is a checkpoint of a different model (checkpoint -> this run):\n"
             + "\n".join(f"  {line}" for line in lines)
-            + "\nfix: use the checkpoint's values, or start from another checkpoint"
+            + "\nfix: give this run another --save and --load, or use the checkpoint's model (--use-checkpoint-args)"
         )
 
 
@@ -152,6 +159,14 @@ def check_amax_history(path: Path, saved: RunConfig, config: RunConfig) -> None:
         )
 
 
+def has_vocabulary(path: Path, config: RunConfig, num_rows: int) -> bool:
+    """Return whether the embeddings of the checkpoint and of this run may differ by padding only."""
+    saved_rows, saved = embedding_rows(path), read_config(path)
+    # Padding adds less than one multiple, so each vocabulary is larger than its rows minus its multiple.
+    lower_bound = max(num_rows - dimensions.vocab_multiple(config), saved_rows - dimensions.vocab_multiple(saved))
+    return lower_bound < min(num_rows, saved_rows)
+
+
 def check_vocabulary(path: Path, config: RunConfig, num_rows: int) -> None:
     """Raise if the embeddings of the checkpoint and of this run differ by more than padding.
 
@@ -160,10 +175,8 @@ def check_vocabulary(path: Path, config: RunConfig, num_rows: int) -> None:
     Args:
         num_rows: padded number of rows of this run's embedding.
     """
-    saved_rows, saved = embedding_rows(path), read_config(path)
-    # Padding adds less than one multiple, so each vocabulary is larger than its rows minus its multiple.
-    lower_bound = max(num_rows - dimensions.vocab_multiple(config), saved_rows - dimensions.vocab_multiple(saved))
-    if lower_bound >= min(num_rows, saved_rows):
+    if not has_vocabulary(path, config, num_rows):
+        saved_rows, saved = embedding_rows(path), read_config(path)
         saved_size, is_null = saved.model.vocab_size, saved.data.tokenizer_type == NULL_TOKENIZER
         num_ids = saved_rows if saved_size is None else saved_size + is_null
         fix = (

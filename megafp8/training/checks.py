@@ -17,6 +17,7 @@ from megafp8.config.megatron_flags import NO_EFFECT
 from megafp8.config.rules.precision import fuses_swiglu_quantization, triton_cast_recipes, uses_op_fuser
 from megafp8.config.schema import RunConfig
 from megafp8.config.schema.precision import EXCLUDED_BY_DEFAULT, NO_PATTERN
+from megafp8.data.manifest_tokenizer import with_tokenizer_of_shards
 from megafp8.device import capability, layer_support
 from megafp8.device.capability import Target
 from megafp8.device.platform import enable_determinism, limit_device_connections, silence_other_ranks, world_size
@@ -121,7 +122,9 @@ def check(parsed: ParsedArgs, problems: list[str]) -> ValidatedRun:
     """
     # Before the problems of flags: without the weights, the shape of the model is missing, too.
     refuse_foreign_folders(parsed.config.checkpoint)
-    config, ranks = parsed.config, parsed.world_size or world_size()
+    warnings, problems = list(parsed.warnings), list(problems)
+    config = with_tokenizer_of_shards(parsed.config, warnings, problems)
+    ranks = parsed.world_size or world_size()
     silence_other_ranks(config.logging)  # before megatron-core is imported
     limit_device_connections(config.parallel.tensor_model_parallel_size)
     if config.precision.deterministic_mode:
@@ -139,7 +142,6 @@ def check(parsed: ParsedArgs, problems: list[str]) -> ValidatedRun:
     found += capability.capability_problems(config, target)
     local_problems = rules.path_problems(config, ranks) + layer_support.package_problems(config.logging)
     local_problems += layer_support.offloading_problems(config) + layer_support.exchange_library_problems(config)
-    warnings = list(parsed.warnings)
     implementation = capability.layer_backend(config, target)
     found += fault_problems(config, implementation)
     warnings += rules.warnings(config, implementation, ranks) + capability.emulation_warnings(config, target)

@@ -13,7 +13,7 @@ from megafp8.checkpoint import compatibility
 from megafp8.checkpoint.directory import CORRUPT, clean_up, list_steps, set_aside
 from megafp8.checkpoint.load import load_checkpoint
 from megafp8.checkpoint.megatron_lm import refuse_megatron_folder
-from megafp8.checkpoint.metadata import load_common_state, skip_history
+from megafp8.checkpoint.metadata import load_common_state, read_config, skip_history
 from megafp8.checkpoint.progress import HIGH_PRECISION, SMOOTHED, HighPrecisionFallback, Progress
 from megafp8.checkpoint.resume_point import ResumePoint, choose_checkpoint, retire_abandoned, retire_newer
 from megafp8.config import derived, precision_map, settings
@@ -47,7 +47,7 @@ def resume(run: Run) -> tuple[Progress, tuple[str, ...]]:
     folders = load_folders(run.config)
     if is_own and checkpoint.ckpt_step is None and chosen.path.parent in folders:
         chosen = skip_crashing_checkpoint(run, chosen, folders, checkpoint.ckpt_verify == "hash")
-    notes = chosen.notes + check_vocabulary_and_formats(
+    notes = chosen.notes + check_model_and_formats(
         run.config, run.rank_position.world_size, run.vocab_size, chosen.path, weights_only
     )
     continues_training = not (weights_only or run.config.training.skip_train)
@@ -88,7 +88,7 @@ def preview(
     """
     chosen, weights_only = select_checkpoint(config, with_hashes=False, is_own=False)
     if chosen is not None:
-        notes = chosen.notes + check_vocabulary_and_formats(config, world_size, vocab_size, chosen.path, weights_only)
+        notes = chosen.notes + check_model_and_formats(config, world_size, vocab_size, chosen.path, weights_only)
         chosen = dataclasses.replace(chosen, notes=notes)
         common = load_common_state(chosen.path)
         with_optimizer = not (weights_only or config.checkpoint.no_load_optim)
@@ -137,15 +137,15 @@ def select_checkpoint(config: RunConfig, with_hashes: bool, is_own: bool) -> tup
     return chosen, True
 
 
-def check_vocabulary_and_formats(
+def check_model_and_formats(
     config: RunConfig, world_size: int, vocab_size: int, path: Path, weights_only: bool
 ) -> tuple[str, ...]:
-    """Check the vocabulary, and the number formats if the run continues that of the checkpoint; returns notes.
+    """Check model and vocabulary, and the number formats if the run continues that of the checkpoint; returns notes.
 
     Raises:
         CheckpointError: they differ.
     """
-    compatibility.check_vocabulary(path, config, vocab_size)
+    compatibility.check_model(path, read_config(path), config, vocab_size)
     continues_training = not (weights_only or config.training.skip_train)
     notes = compatibility.check_number_formats(path, config) if continues_training else ()
     return notes + compatibility.changed_settings(path, config, world_size, not continues_training)

@@ -6,6 +6,8 @@ ending, or by a few letters.
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Optional
 
@@ -62,6 +64,22 @@ def unknown_keys(
         where = f"{path}{f':{line}' if line else ''}: " if path else ""
         problems.append(f"{where}unknown key {key!r}{suggestion}")
     return problems
+
+
+def hub_hint(name: str, *files: str) -> str:
+    """`: to download ..., hf download ...` for a missing path that looks like a name on the Hugging Face hub.
+
+    Args:
+        files: to download; none: all.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name) or os.path.isdir(os.path.dirname(name)):
+        return ""
+    return f": to fetch it from the Hugging Face hub, {download_command(name, *files)}"
+
+
+def download_command(name: str, *files: str) -> str:
+    """The command that downloads a model of the Hugging Face hub, or some of its files."""
+    return " ".join(["hf download", name, *files, "--local-dir", name.rpartition("/")[2]])
 
 
 def _plain(name: str) -> str:

@@ -36,6 +36,7 @@ from megafp8.config.settings import all_settings, settings_by_name, to_dict, val
 from megafp8.errors import CheckpointError
 from megafp8.mcore.overrides import DTYPES
 from megafp8.recipes.base import Block
+from megafp8.utils.suggestions import download_command
 
 TOKENIZER_FOLDER = "tokenizer"
 QUANTIZATION_METHODS = ("fp8", "compressed-tensors")
@@ -122,7 +123,7 @@ def plan_import(
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder}: there is no such folder. A model of the Hugging Face hub is fetched first: "
-            f"hf download {folder} --local-dir FOLDER"
+            f"{download_command(str(folder))}"
         )
     fields = read_json(folder / "config.json")
     family = family_of_hf_config(fields)

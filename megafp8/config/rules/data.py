@@ -64,7 +64,10 @@ def tokenizer_has_its_files(config: RunConfig, world_size: int) -> Iterator[str]
     """Every tokenizer needs files, except NullTokenizer, which needs a size, and ByteLevelTokenizer."""
     data, kind = config.data, derived.tokenizer_type(config.data)
     if kind is None:
-        fix = "for --mock-data, --tokenizer-type NullTokenizer --vocab-size N" if data.mock_data else "see --help"
+        fix = (
+            "for --mock-data, --tokenizer-type NullTokenizer --vocab-size N" if data.mock_data
+            else "give the one that made the shards, which have no PREFIX.manifest.json with it"
+        )  # fmt: skip
         yield f"--tokenizer-type is missing; it defines the vocabulary and the end-of-document token; {fix}"
         return
     needed: dict[str, dict[str, object]] = {

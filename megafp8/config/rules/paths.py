@@ -10,6 +10,7 @@ from pathlib import Path
 from megafp8.config.data_blend import parse_blend
 from megafp8.config.rules.base import shards_by_flag
 from megafp8.config.schema import RunConfig
+from megafp8.utils.suggestions import hub_hint
 
 
 def shards_are_there(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -22,7 +23,20 @@ def shards_are_there(config: RunConfig, world_size: int) -> Iterator[str]:
         for prefix in prefixes:
             missing = [prefix + suffix for suffix in (".bin", ".idx") if not os.path.isfile(prefix + suffix)]
             if missing:
-                yield f"{flag} {prefix}: no such file: {', '.join(missing)}{_prefix_hint(prefix)}"
+                yield f"{flag} {prefix}: {_shard_problem(prefix, missing)}"
+
+
+TEXT_SUFFIXES = (".jsonl", ".json", ".ndjson", ".txt", ".parquet", ".gz", ".zst")
+
+
+def _shard_problem(prefix: str, missing: list[str]) -> str:
+    if os.path.isfile(prefix) and prefix.endswith(TEXT_SUFFIXES):
+        name = Path(prefix).name.partition(".")[0]
+        return (
+            f"that is text: run megafp8 preprocess --input {prefix} --output-prefix {name} with the flags of the "
+            f"tokenizer, then give {name}_text_document"
+        )
+    return f"no such file: {', '.join(missing)}{_prefix_hint(prefix)}"
 
 
 def _prefix_hint(prefix: str) -> str:
@@ -46,7 +60,7 @@ def tokenizer_files_are_there(config: RunConfig, world_size: int) -> Iterator[st
         if data.tokenizer_type == "TikTokenizer" and path.isidentifier():
             continue  # may be the name of a tiktoken encoding
         if not os.path.exists(path):
-            yield f"{flag} {path}: no such file"
+            yield f"{flag} {path}: no such file{hub_hint(path, 'tokenizer.json', 'tokenizer_config.json')}"
         elif not os.access(path, os.R_OK):
             yield f"{flag} {path}: permission denied"
 
@@ -56,14 +70,21 @@ def checkpoints_to_load_are_there(config: RunConfig, world_size: int) -> Iterato
     checkpoint = config.checkpoint
     if checkpoint.load is not None and not os.path.isdir(checkpoint.load):
         if checkpoint.exit_on_missing_checkpoint or checkpoint.save is None:
-            yield f"--load {checkpoint.load}: no such folder"
+            yield f"--load {checkpoint.load}: no such folder{_model_hint(checkpoint.load)}"
         elif os.path.abspath(checkpoint.load) != os.path.abspath(checkpoint.save):
             yield (
-                f"--load {checkpoint.load}: no such folder, and it differs from --save {checkpoint.save}; give a "
-                f"folder with a checkpoint, or --load {checkpoint.save} to resume from what the run saves"
+                f"--load {checkpoint.load}: no such folder{_model_hint(checkpoint.load)}, and it differs from --save "
+                f"{checkpoint.save}; give a folder with a checkpoint, or --load {checkpoint.save} to resume from what "
+                "the run saves"
             )
     if checkpoint.pretrained_checkpoint is not None and not os.path.isdir(checkpoint.pretrained_checkpoint):
-        yield f"--pretrained-checkpoint {checkpoint.pretrained_checkpoint}: no such folder"
+        path = checkpoint.pretrained_checkpoint
+        yield f"--pretrained-checkpoint {path}: no such folder{_model_hint(path)}"
+
+
+def _model_hint(name: str) -> str:
+    hint, folder = hub_hint(name), Path(name).name
+    return hint and f"{hint}, then megafp8 convert from-hf {folder} models/{folder}"
 
 
 def outputs_can_be_written(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -17,6 +17,7 @@ from megafp8.data.tokenizers.library_calls import NoEndOfDocument, library_call,
 from megafp8.errors import CapabilityError, ConfigError, DataError
 from megafp8.utils import strict_json
 from megafp8.utils.files import UnreadableFile, file_sha256
+from megafp8.utils.suggestions import download_command
 
 # Megatron's splitting patterns (--tiktoken-pattern).
 TIKTOKEN_PATTERNS = {
@@ -81,6 +82,11 @@ class SentencePieceTokenizer(_BaseTokenizer):
     def __init__(self, model_file: str):
         sentencepiece = load_library("sentencepiece", "SentencePieceTokenizer")
         self.origin = f"--tokenizer-model {model_file}"
+        if (Path(model_file) / "tokenizer.json").is_file() or Path(model_file).suffix == ".json":
+            raise DataError(
+                f"{self.origin} looks like a Hugging Face tokenizer, not a SentencePiece model: use --tokenizer-type "
+                "HuggingFaceTokenizer"
+            )
         model = read_tokenizer_file(Path(model_file), "--tokenizer-model")
         with library_failures(f"{self.origin} is not a SentencePiece model ({len(model)} bytes)"):
             if not model:  # the library takes no content for no argument
@@ -147,12 +153,17 @@ class HuggingFaceTokenizer(_TokenizersTokenizer):
         if not path.exists():
             raise DataError(
                 f"--tokenizer-model {model} is neither a tokenizer.json nor a folder with one. Download a tokenizer of "
-                f"the Hugging Face Hub first: hf download {model} tokenizer.json tokenizer_config.json --local-dir "
-                "FOLDER"
+                f"the Hugging Face Hub first: {download_command(model, 'tokenizer.json', 'tokenizer_config.json')}"
             )
-        path = path / "tokenizer.json" if path.is_dir() else path
+        only_sentencepiece = (path / "tokenizer.model").is_file() and not (path / "tokenizer.json").exists()
+        path = path / ("tokenizer.model" if only_sentencepiece else "tokenizer.json") if path.is_dir() else path
         self.origin = f"--tokenizer-model {path}"
         content = read_tokenizer_file(path, "--tokenizer-model")
+        if path.suffix == ".model" and not content.lstrip().startswith(b"{"):
+            raise DataError(
+                f"{self.origin} looks like a SentencePiece model, not a tokenizer.json: use --tokenizer-type "
+                f"SentencePieceTokenizer --tokenizer-model {path}"
+            )
         with library_failures(f"{self.origin} is not a tokenizer.json"):
             self.library_tokenizer = tokenizers.Tokenizer.from_buffer(content)
         # The file may hold the settings of a fine-tuning, which would truncate, pad or randomize documents.
