@@ -37,7 +37,7 @@ def commands_in(document: Path) -> Iterator[Command]:
 
 def lay_out(folder: Path) -> None:
     """The project's folder as commands name it, with everything that the setup needs."""
-    for name in ("examples", "launcher", "benchmarks", "pretrain_gpt.py"):
+    for name in ("configs", "examples", "launcher", "benchmarks", "pretrain_gpt.py"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "tools").mkdir()
     for path in (ROOT / "tools").iterdir():

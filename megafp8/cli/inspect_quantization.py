@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from megafp8.metrics.recipe_comparison import QuantizationResult, Tensor
 
 RECIPES = registry.names()
-DEFAULT_RECIPES = tuple(recipe.name for recipe in registry.stateless() if recipe.family == "fp8")
+DEFAULT_RECIPES = (*(each.name for each in registry.stateless() if each.family == "fp8"), registry.DEFAULT_FP4)
 STATEFUL_RECIPES = tuple(recipe.name for recipe in registry.stateful())
 STOCHASTIC_RECIPES = tuple(recipe.name for recipe in registry.recipes() if recipe.is_stochastic({}))
 FORMATS = ("e4m3", "e5m2")

@@ -12,7 +12,7 @@ from typing import Any
 
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.schema import RunConfig
-from megafp8.config.settings import settings_by_name, value_of, with_values
+from megafp8.config.settings import Setting, settings_by_name, value_of, with_values
 from megafp8.recipes import registry
 
 UNQUANTIZED = "bf16"
@@ -79,13 +79,19 @@ def _conflicts(name: str, own: Mapping[str, Any]) -> Iterator[str]:
         yield "precision.fp16"
 
 
+def _written(setting: Setting, value: Any) -> str:
+    return setting.as_flag(value) if value is not False else f"no {setting.flags[0]}"
+
+
 def _meaning(name: str, values: Mapping[str, Any], config: RunConfig) -> str:
     """The flags that a recipe stands for, and what other settings changed of them."""
     table = settings_by_name()
     wanted = {each: value for each, value in values.items() if value is not None}
     flags = [table[each].as_flag(value) for each, value in wanted.items() if value_of(config, each) == value]
     changed = [
-        table[each].as_flag(value_of(config, each)) for each, value in wanted.items() if value_of(config, each) != value
+        _written(table[each], value_of(config, each))
+        for each, value in wanted.items()
+        if value_of(config, each) != value
     ]
     text = f"--recipe {name} stands for {' '.join(flags)}"
     if changed:
