@@ -26,8 +26,6 @@ from megafp8.config.schema import RunConfig
 from megafp8.config.settings import settings_by_name, value_of, with_values
 from megafp8.recipes import registry
 
-# Defaults of the amax history of delayed scaling: length and algorithm.
-MEGATRON_HISTORY, TRANSFORMER_ENGINE_HISTORY = (1, "most_recent"), (1024, "max")
 DYNAMIC_LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
 
@@ -101,14 +99,10 @@ def _recipe_warnings(config: RunConfig) -> Iterator[str]:
         )
     if precision.fp8_format == "hybrid" and chosen.default_format == "e4m3":
         yield f"--fp8-format hybrid quantizes gradients to E5M2; {recipe} usually uses E4M3: --fp8-format e4m3"
-    history = (precision.fp8_amax_history_len, precision.fp8_amax_compute_algo)
-    is_delayed = precision.fp8_format is not None and chosen.is_stateful
-    if is_delayed and history == MEGATRON_HISTORY:
-        length, algorithm = TRANSFORMER_ENGINE_HISTORY
-        yield (
-            f"{recipe} computes scales from the most recent amax, Megatron-LM's default; Transformer Engine's default "
-            f"is --fp8-amax-history-len {length} --fp8-amax-compute-algo {algorithm}"
-        )
+    options = [settings_by_name()[f"precision.{name}"] for name, _ in chosen.tested_options]
+    if precision.fp8_format and options and all(value_of(config, each.name) == each.default for each in options):
+        flags = " ".join(each.as_flag(value) for each, (_, value) in zip(options, chosen.tested_options, strict=True))
+        yield (f"{recipe} has Megatron-LM's default options; --recipe {chosen.name} has the tested ones: {flags}")
 
 
 def warmup_warnings(config: RunConfig, world_size: int) -> Iterator[str]:
