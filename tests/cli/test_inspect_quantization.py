@@ -57,7 +57,7 @@ def test_table_and_files_of_a_generated_tensor(tmp_path) -> None:
     assert " 31.5" in tensorwise
     assert len([line for line in lines if line.startswith("mxfp8")]) == 4
     results = json.loads((tmp_path / "out" / "quantization.json").read_text())
-    assert len(results) == 14
+    assert len(results) == 16
     assert (tmp_path / "out" / "quantization.png").stat().st_size > 10_000
 
 
