@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Union
 
-from megafp8.config.settings import section_titles, settings_by_name
+from megafp8.config.settings import all_settings, settings_by_name
 from megafp8.errors import ConfigError
 from megafp8.utils import strict_yaml
 from megafp8.utils.files import UnreadableFile, read_text
@@ -68,9 +68,7 @@ def read_config(path: str) -> tuple[dict[str, Any], list[ConfigEntry]]:
         try:
             return {}, list(_yaml_entries(path, strict_yaml.compose_yaml(text)))
         except UnreadableFile as error:
-            mark = getattr(error.__cause__, "problem_mark", None)
-            problem = f":{mark.line + 1}: not YAML: {error.__cause__.problem}" if mark else f": {error.reason}"
-            raise ConfigError(f"{path}{problem}") from None
+            raise ConfigError(error.located(path)) from None
     text = read_text(path)
     try:
         tree = parse_json(text, unique_keys=True)
@@ -90,7 +88,7 @@ def _yaml_entries(path: str, root: Any, is_section: bool = False) -> Iterator[Co
     for key, node in root.value:
         name, source = str(key.value), f"{path}:{key.start_mark.line + 1}"
         if isinstance(node, yaml.MappingNode):
-            if is_section or name not in section_titles():
+            if is_section or name not in {each.section for each in all_settings()}:
                 raise ConfigError(f"{source}: `{name}` takes a value, not keys of its own")
             yield from _yaml_entries(path, node, is_section=True)
         else:

@@ -141,7 +141,7 @@ def _read_config(parser: argparse.ArgumentParser, path: str, problems: list[str]
         setting = settings_by_key().get(entry.name) if entry.flag not in FILE_FLAGS else None
         found: list[str] = []
         if setting is None and entry.flag not in FILE_FLAGS:
-            found.append(f"unknown key `{entry.key}`{_key_hint(parser, entry)}")
+            found.append(f"unknown key `{entry.key}`{_key_hint(entry)}")
         elif (first := keys.setdefault(setting.name if setting else entry.flag, entry)) is not entry:
             found.append(f"`{entry.key}` sets the same flag as `{first.key}` ({first.source}): keep one")
         elif setting is not None and setting.type is bool and not setting.many:
@@ -166,16 +166,20 @@ def _read_switch(setting: Setting, flag: str, value: Any, values: dict[str, Any]
         problems.append(f"{flag}: {value!r} is not true or false")
 
 
-def _key_hint(parser: argparse.ArgumentParser, entry: Any) -> str:
+def _key_hint(entry: Any) -> str:
     """What to write in place of an unknown key of a configuration file."""
-    if entry.flag in megatron_flags.REPLACED:
-        return f": it is {megatron_flags.REPLACED[entry.flag]} here"
+    (read, *_), replacements = megatron_flags.replace([[entry.flag]])
+    if replacements:
+        return f": it is {' '.join(read)} here"
     if verdict := megatron_flags.classify(entry.flag, ()):
         return f": {verdict.reason}"
-    suggestion = _suggestion(parser, entry.flag)
-    if "did you mean" not in suggestion:
-        return "; a key is a flag of `megafp8 pretrain --help` without its dashes"
-    return re.sub(r"--[a-z0-9-]+", lambda flag: f"`{flag[0][2:].replace('-', '_')}`", suggestion)
+    if use := megatron_flags.of_other_program(entry.key, as_key=True):
+        return f"; {use}"
+    if near := did_you_mean(entry.name, [*settings_by_key(), RECIPE]):
+        return near
+    if use := megatron_flags.of_other_program(entry.key, as_key=True, is_near=True):
+        return f"; {use}"
+    return "; a key is a flag of `megafp8 pretrain --help-all` without its dashes"
 
 
 # ---- The table that --list-presets prints ---------------------------------------------------------------------------

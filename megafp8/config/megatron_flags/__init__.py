@@ -21,6 +21,7 @@ from typing import Optional
 
 from megafp8.config.megatron_flags.replaced import OVERRIDES, PARTS_OF_CUDA_GRAPH, REPLACED
 from megafp8.utils.strict_yaml import read_yaml
+from megafp8.utils.suggestions import closest
 
 NO_EFFECT = ": no effect; "
 """Between flag and reason in the warning of an accepted flag."""
@@ -57,15 +58,17 @@ def _other_programs() -> Mapping[str, str]:
     return MappingProxyType({name: row["use"] for row in rows for name in row["names"].split()})
 
 
-def of_other_program(name: str, *, as_key: bool = False) -> str:
+def of_other_program(name: str, *, as_key: bool = False, is_near: bool = False) -> str:
     """What to do for a setting of another trainer: `use --lr` for `learning_rate`; empty for a name that none has.
 
     Args:
         name: a flag, with or without its dashes, or a key of a configuration file.
         as_key: name the keys of a configuration file in place of flags: `use lr`.
+        is_near: a name that differs by a few letters will do.
     """
     name = name.lstrip("-").replace("-", "_").lower()
     known = _other_programs()
+    name = next(iter(closest(name, known)), name) if is_near else name
     use = known.get(name) or known.get(name.rpartition(".")[2], "")
     use = f"use {use}" if use and not use.startswith("remove it") else use
     return re.sub(r"--([a-z0-9-]+)", lambda flag: flag[1].replace("-", "_"), use) if as_key else use

@@ -71,8 +71,10 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line, expected",
     [
-        ("lrr: 1", "unknown key `lrr`; did you mean `lr`?"),
-        ("learning: 1", "unknown key `learning`; a key is a flag"),
+        ("seq_lenght: 1", "unknown key `seq_lenght`; did you mean seq_length?"),
+        ("colour: 1", "unknown key `colour`; a key is a flag"),
+        ("max_steps: 1", "unknown key `max_steps`; use train_iters"),
+        ("learning_rat: 1", "unknown key `learning_rat`; use lr"),
         ("use_mcore_models: true", "unknown key `use_mcore_models`: all models are"),
         ("position_embeddings: rope", "unknown key `position_embeddings`; did you mean"),
         ("dry_run: true", "unknown key `dry_run`"),
@@ -86,7 +88,7 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
         ("recompute_modules: [[mlp]]", "takes a list of values"),
         ("fp8_recipe: nvfp4", "nvfp4 is an FP4 recipe: use --recipe nvfp4"),
         ("save: 2026-01-01", "timestamp is not supported"),
-        ("lr: 'a", "not YAML: found unexpected end of stream"),
+        ("lr: 'a", "found unexpected end of stream"),
         ("- lr", "a flag and its value per line"),
     ],
 )
@@ -99,8 +101,8 @@ def test_problems_have_file_line_and_key(line: str, expected: str, tmp_path: Pat
 
 
 def test_json_problems_have_lines_and_equal_keys_are_refused(tmp_path: Path) -> None:
-    path = written(tmp_path, '{\n"swiglu": true,\n"lrr": 1\n}', "c.json")
-    assert problems_of(path) == [f"{path}:3: unknown key `lrr`; did you mean `lr`?"]
+    path = written(tmp_path, '{\n"swiglu": true,\n"recipes": "bf16"\n}', "c.json")
+    assert problems_of(path) == [f"{path}:3: unknown key `recipes`; did you mean recipe?"]
     (problem,) = problems_of(written(tmp_path, '{"lr": 1, "lr": 2}', "d.json"))
     assert "'lr' is given twice" in problem
 
