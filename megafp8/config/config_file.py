@@ -15,17 +15,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any, Optional, Union
 
-from megafp8.config.settings import all_settings, settings_by_name
+from megafp8.config import megatron_flags
+from megafp8.config.settings import Setting, all_settings, convert_tree, settings_by_key, settings_by_name
 from megafp8.errors import ConfigError
 from megafp8.utils import strict_yaml
 from megafp8.utils.files import UnreadableFile, read_text
 from megafp8.utils.strict_json import parse_json
+from megafp8.utils.suggestions import did_you_mean
 
+FLAGS = ("--recipe", "--precision-map")
+"""Flags that are no settings and that a file may give."""
 Value = Union[bool, str, tuple[str, ...]]
+ReadOption = Callable[[list[str], dict[str, Any], list[str]], None]
 
 
 @dataclass(frozen=True)
@@ -52,17 +57,83 @@ class ConfigEntry:
         return f"--{self.key.replace('_', '-')}"
 
 
-def read_config(path: str) -> tuple[dict[str, Any], list[ConfigEntry]]:
+def read_config(path: str, read_option: ReadOption, problems: list[str]) -> dict[str, Any]:
     """Read a configuration file.
 
-    Returns:
-        The typed values of a JSON file's sections by setting (`settings.read_settings` converts them), and the entries
-        of hand-written keys.
+    Args:
+        path: of the file; one that does not end in .yaml or .yml is JSON.
+        read_option: reads a flag and its words, as on a command line: (option, values, problems).
+        problems: to which everything that is wrong is added, with file and line.
 
-    Raises:
-        ConfigError: the file cannot be read, is not YAML or JSON, repeats a key, or has values of a wrong form.
-        UnreadableFile: the file cannot be opened, or is too large.
+    Returns:
+        The values by setting, and of the options of `FLAGS` by their names.
     """
+    try:
+        tree, entries = _parse(path)
+    except ConfigError as error:
+        problems.extend(error.problems)
+        return {}
+    except UnreadableFile as error:
+        problems.append(f"--config {path}: cannot be read: {error.reason}")
+        return {}
+    values: dict[str, Any] = {}
+    try:
+        values = convert_tree(tree)
+    except ConfigError as error:
+        problems.extend(f"--config {path}: {problem}" for problem in error.problems)
+    entry_of: dict[str, ConfigEntry] = {}  # by what it sets
+    for entry in entries:
+        found: list[str] = []
+        setting = settings_by_key().get(entry.name) if entry.flag not in FLAGS else None
+        if setting is None and entry.flag not in FLAGS:
+            found.append(f"unknown key `{entry.key}`{_key_hint(entry)}")
+        # Also two keys for one setting, and equal keys, of which PyYAML's own mappings would keep the last.
+        elif (first := entry_of.setdefault(setting.name if setting else entry.flag, entry)) is not entry:
+            found.append(f"`{entry.key}` sets the same flag as `{first.key}` ({first.source}): keep one")
+        else:
+            _read_entry(entry, setting, read_option, values, found)
+        problems.extend(f"{entry.source}: {problem}" for problem in found)
+    return values
+
+
+def _read_entry(
+    entry: ConfigEntry, setting: Optional[Setting], read_option: ReadOption, values: dict[str, Any], problems: list[str]
+) -> None:
+    value, is_switch = entry.value, setting is not None and setting.type is bool and not setting.many
+    if setting is not None and is_switch:
+        if isinstance(value, bool):
+            values[setting.name] = value is (entry.flag not in setting.off)
+        elif value == "none" and setting.optional:
+            values[setting.name] = None
+        else:
+            problems.append(f"{entry.flag}: {value!r} is not true or false")
+    elif isinstance(value, bool):
+        problems.append(f"`{entry.key}` takes a value, not {str(value).lower()}")
+    elif value == () and setting is not None and setting.many:
+        values[setting.name] = ()
+    else:
+        flag = setting.flags[0] if setting is not None else entry.flag
+        read_option([flag, *((value,) if isinstance(value, str) else value)], values, problems)
+
+
+def _key_hint(entry: ConfigEntry) -> str:
+    """What to write in place of an unknown key."""
+    (read, *_), replacements = megatron_flags.replace([[entry.flag]])
+    if replacements:
+        return f": it is {' '.join(read)} here"
+    if verdict := megatron_flags.classify(entry.flag, ()):
+        return f": {verdict.reason}"
+    if use := megatron_flags.of_other_program(entry.key, as_key=True):
+        return f"; {use}"
+    if near := did_you_mean(entry.name, [*settings_by_key(), *(flag[2:].replace("-", "_") for flag in FLAGS)]):
+        return near
+    if use := megatron_flags.of_other_program(entry.key, as_key=True, is_near=True):
+        return f"; {use}"
+    return "; a key is a flag of `megafp8 pretrain --help-all` without its dashes"
+
+
+def _parse(path: str) -> tuple[dict[str, Any], list[ConfigEntry]]:
+    """The typed values of a JSON file's sections, and the entries of hand-written keys."""
     if path.endswith((".yaml", ".yml")):
         text = read_text(path, strict_yaml.MAX_BYTES)
         try:

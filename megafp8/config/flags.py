@@ -24,15 +24,13 @@ from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import (
     Setting,
     all_settings,
-    convert_tree,
     settings_by_flag,
-    settings_by_key,
     value_of,
     with_values,
 )
 from megafp8.errors import ConfigError
 from megafp8.recipes import registry
-from megafp8.utils.files import UnreadableFile, path_text, printable
+from megafp8.utils.files import path_text, printable
 from megafp8.utils.numbers import number, whole_number
 from megafp8.utils.suggestions import did_you_mean, same_name
 
@@ -119,69 +117,6 @@ def _read_precision_map(path: str, problems: list[str]) -> tuple[str, ...]:
         return ()
 
 
-def _read_config(parser: argparse.ArgumentParser, path: str, problems: list[str]) -> dict[str, Any]:
-    """The values of a configuration file by setting, and its `RECIPE` and `MAP_FILE`."""
-    from megafp8.config import config_file  # here, so that --help does not import it
-
-    try:
-        tree, entries = config_file.read_config(path)
-    except ConfigError as error:
-        problems.extend(error.problems)
-        return {}
-    except UnreadableFile as error:
-        problems.append(f"--config {path}: cannot be read: {error.reason}")
-        return {}
-    values: dict[str, Any] = {}
-    try:
-        values = convert_tree(tree)
-    except ConfigError as error:
-        problems.extend(f"--config {path}: {problem}" for problem in error.problems)
-    keys: dict[str, config_file.ConfigEntry] = {}  # by what they set
-    for entry in entries:
-        setting = settings_by_key().get(entry.name) if entry.flag not in FILE_FLAGS else None
-        found: list[str] = []
-        if setting is None and entry.flag not in FILE_FLAGS:
-            found.append(f"unknown key `{entry.key}`{_key_hint(entry)}")
-        elif (first := keys.setdefault(setting.name if setting else entry.flag, entry)) is not entry:
-            found.append(f"`{entry.key}` sets the same flag as `{first.key}` ({first.source}): keep one")
-        elif setting is not None and setting.type is bool and not setting.many:
-            _read_switch(setting, entry.flag, entry.value, values, found)
-        elif isinstance(entry.value, bool):
-            found.append(f"`{entry.key}` takes a value, not {str(entry.value).lower()}")
-        elif entry.value == () and setting is not None and setting.many:
-            values[setting.name] = ()
-        else:
-            words = (entry.value,) if isinstance(entry.value, str) else entry.value
-            _read_option(parser, [setting.flags[0] if setting else entry.flag, *words], values, found)
-        problems.extend(f"{entry.source}: {problem}" for problem in found)
-    return values
-
-
-def _read_switch(setting: Setting, flag: str, value: Any, values: dict[str, Any], problems: list[str]) -> None:
-    if isinstance(value, bool):
-        values[setting.name] = value is (flag not in setting.off)
-    elif value == "none" and setting.optional:
-        values[setting.name] = None
-    else:
-        problems.append(f"{flag}: {value!r} is not true or false")
-
-
-def _key_hint(entry: Any) -> str:
-    """What to write in place of an unknown key of a configuration file."""
-    (read, *_), replacements = megatron_flags.replace([[entry.flag]])
-    if replacements:
-        return f": it is {' '.join(read)} here"
-    if verdict := megatron_flags.classify(entry.flag, ()):
-        return f": {verdict.reason}"
-    if use := megatron_flags.of_other_program(entry.key, as_key=True):
-        return f"; {use}"
-    if near := did_you_mean(entry.name, [*settings_by_key(), RECIPE]):
-        return near
-    if use := megatron_flags.of_other_program(entry.key, as_key=True, is_near=True):
-        return f"; {use}"
-    return "; a key is a flag of `megafp8 pretrain --help-all` without its dashes"
-
-
 # ---- The table that --list-presets prints ---------------------------------------------------------------------------
 
 
@@ -208,8 +143,6 @@ def preset_table() -> str:
 
 RECIPE, MAP_FILE = "recipe", "precision_map_file"
 """Options whose values are those of other settings."""
-FILE_FLAGS = ("--recipe", "--precision-map")
-"""Flags that are no settings and that a configuration file may give."""
 TARGETS = ("cpu", "h100", "h200", "b200")
 MODEL_PRESET, UNKNOWN = "--model-preset", "unknown flag "
 _MISSING = re.compile(r"\bmissing\b|^no training data|^learned position embeddings need")
@@ -281,7 +214,11 @@ def parse_with_problems(
     options = {name: values.pop(name) for name in ("dry_run", "world_size", "target") if name in values}
     given = frozenset(values) - {RECIPE, MAP_FILE}
     base = with_values(RunConfig(), from_checkpoint)
-    of_file = _read_config(parser, config_path, of_sources) if config_path is not None else {}
+    of_file: dict[str, Any] = {}
+    if config_path is not None:
+        from megafp8.config.config_file import read_config  # here, so that --help does not import it
+
+        of_file = read_config(config_path, functools.partial(_read_option, parser), of_sources)
     config, from_file = merge(base, values, of_file, warnings, of_sources)
     given_flags = {option[0] for option in expanded} | flags_set(config)
     unknown = [
