@@ -170,7 +170,7 @@ SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "docs/numerics_guard.md": {
         "megafp8 pretrain --model-preset tiny": {END: f"{SHAPE} --seq-length 32 {SHORT} --save-interval 2"},
     },
-    "docs/recipes.md": {"python pretrain_gpt.py --model-preset tiny": {END: SHORT}},
+    "docs/recipes.md": {"megafp8 pretrain --model-preset tiny": {END: SHORT}},
     "docs/scaling_studies.md": {
         "python tools/build_stdlib_corpus.py": {END: "--max-bytes 200000"},
         "python tools/preprocess_data.py": {END: "--workers 1"},
