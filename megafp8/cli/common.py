@@ -28,21 +28,24 @@ _VOCAB_SIZE = "model.vocab_size"
 
 
 class CommandParser(argparse.ArgumentParser):
-    """argparse whose types int and float are those of `utils/numbers.py`, also in subparsers."""
+    """argparse whose types int and float are those of `utils/numbers.py`, also in subparsers; errors have one line."""
+
+    wrong_flags_status = 2  # argparse's
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         self.register("type", int, whole_number)
         self.register("type", float, number)
 
+    def error(self, message: str) -> NoReturn:
+        """Print the message, without the usage, and exit."""
+        self.exit(self.wrong_flags_status, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
 
 class Parser(CommandParser):
     """argparse that exits with megafp8's status for wrong flags (64) instead of its own (2)."""
 
-    def error(self, message: str) -> NoReturn:
-        """Print the usage and the message, and exit with status 64."""
-        self.print_usage(sys.stderr)
-        self.exit(ConfigError.exit_status, f"{self.prog}: error: {message}\n")
+    wrong_flags_status = ConfigError.exit_status
 
 
 def build_command_parser(

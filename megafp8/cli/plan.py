@@ -23,6 +23,7 @@ from megafp8.cli.command_flags import add_flags, argument, float_flag, int_flag,
 from megafp8.cli.common import Parser, build_command_parser, returns_exit_status
 from megafp8.cli.goodput_flags import add_goodput_flags, build_inputs, goodput_problems
 from megafp8.errors import ConfigError
+from megafp8.utils.suggestions import one_of
 
 if TYPE_CHECKING:
     from megafp8.config.flags import ParsedArgs
@@ -53,7 +54,13 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
     add_flags(
         parser,
         int_flag("--gpus", "GPUs to plan for", required=True),
-        argument("--gpu", "kind of GPU (default: h200)", choices=GPU_NAMES, default="h200"),
+        argument(
+            "--gpu",
+            "kind of GPU (default: h200)",
+            type=one_of(GPU_NAMES, "GPUs"),
+            default="h200",
+            metavar=f"{{{','.join(GPU_NAMES)}}}",
+        ),
         float_flag("--network-gbit-per-s", "network bandwidth per GPU (default: that of a typical node)", metavar="X"),
         switch("--json", "print JSON instead of text"),
     )

@@ -1,6 +1,7 @@
 """Pretrain a GPT: `megafp8 pretrain FLAGS`, on N devices `torchrun --nproc-per-node N -m megafp8.cli.pretrain FLAGS`.
 
-`--help` shows the common flags, `--dry-run` prints what a run would be and stops. `errors.py` has the exit statuses.
+`--help` shows the common flags, `--dry-run` prints what a run would be and stops. `errors.py` has the exit statuses;
+a dry run with `--strict` that does not fit has 1.
 """
 
 from __future__ import annotations
@@ -34,10 +35,13 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         validated = check_command_line(sys.argv[1:] if argv is None else argv)
         if validated.invocation.dry_run:
             from megafp8.device.platform import rank
-            from megafp8.planning.dry_run import describe_run
+            from megafp8.planning.dry_run import DOES_NOT_FIT, describe_run
 
             if rank() == 0:
-                print(describe_run(validated))
+                text = describe_run(validated)
+                print(text)
+                does_not_fit = any(line.startswith(DOES_NOT_FIT) for line in text.splitlines())
+                return int(validated.invocation.strict and does_not_fit)
         else:
             from megafp8.training.pretrain import run_training
             from megafp8.utils.best_effort import best_effort

@@ -32,7 +32,7 @@ from megafp8.errors import ConfigError
 from megafp8.recipes import registry
 from megafp8.utils.files import path_text, printable
 from megafp8.utils.numbers import number, whole_number
-from megafp8.utils.suggestions import did_you_mean, same_name
+from megafp8.utils.suggestions import did_you_mean, one_of, same_name
 
 # ---- Values of settings from all sources, in the order in which they override each other ----------------------------
 #     default  <  checkpoint (--use-checkpoint-args)  <  preset  <  --fp8-lm-level  <  --recipe of the file  <  file
@@ -161,6 +161,7 @@ class ParsedArgs:
         dry_run: whether to print the plan of the run and stop.
         world_size: ranks of the dry run; None is the actual number.
         target: machine of the dry run; None is this one.
+        strict: a dry run that does not fit ends with status 1.
         warnings: messages about flags without effect.
     """
 
@@ -170,6 +171,7 @@ class ParsedArgs:
     dry_run: bool = False
     world_size: Optional[int] = None
     target: Optional[str] = None
+    strict: bool = False
     warnings: tuple[str, ...] = ()
 
 
@@ -211,7 +213,7 @@ def parse_with_problems(
         if option[0] in parser._option_string_actions:
             _read_option(parser, option, values, problems)
     config_path = values.pop("config", None)
-    options = {name: values.pop(name) for name in ("dry_run", "world_size", "target") if name in values}
+    options = {name: values.pop(name) for name in ("dry_run", "world_size", "target", "strict") if name in values}
     given = frozenset(values) - {RECIPE, MAP_FILE}
     base = with_values(RunConfig(), from_checkpoint)
     of_file: dict[str, Any] = {}
@@ -228,6 +230,8 @@ def parse_with_problems(
     _classify(parser, unknown, given_flags, warnings)
     if options.get("world_size", 1) < 1:
         of_sources.append(f"--world-size {options['world_size']}: must be at least 1")
+    if options.get("strict") and not options.get("dry_run"):
+        of_sources.append("--strict has no effect without --dry-run: give --dry-run, or remove it")
     problems = [*itertools.chain(*found), *of_sources]
     return ParsedArgs(config=config, given=given, from_file=from_file, warnings=tuple(warnings), **options), problems
 
@@ -274,7 +278,13 @@ def _add_general_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--world-size", type=whole_number, metavar="N", help="number of ranks to plan for, with --dry-run"
     )
-    parser.add_argument("--target", choices=TARGETS, help="machine to plan for, with --dry-run")
+    parser.add_argument(
+        "--target", type=one_of(TARGETS, "machines"), metavar=f"{{{','.join(TARGETS)}}}",
+        help="machine to plan for, with --dry-run",
+    )  # fmt: skip
+    parser.add_argument(
+        "--strict", action="store_true", help="with --dry-run: exit status 1 if the run does not fit into the memory"
+    )
     parser.add_argument("--list-presets", action=_ListPresets, nargs=0, help="print the model presets and exit")
     parser.add_argument("-h", "--help", nargs="*", metavar="TOPIC", help="this help, or all about a group or a flag")
     parser.add_argument("--help-all", action="store_true", help="print all flags and exit")

@@ -28,6 +28,7 @@ from megafp8.config.expert_layers import expert_layers
 from megafp8.config.schema import ModelConfig, PrecisionConfig
 from megafp8.recipes import registry
 from megafp8.recipes.base import HIGH_PRECISION, OPERANDS_OF, LinearRecipe
+from megafp8.utils.suggestions import did_you_mean
 
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """The linears of a dense layer without multi-latent attention, in the order of the forward pass."""
@@ -146,13 +147,13 @@ def parse_entry(text: str) -> MapEntry:
     gemms = tuple(parts["gemms"].split(",")) if parts["gemms"] else GEMMS
     if unknown := [gemm for gemm in gemms if gemm not in GEMMS]:
         raise ValueError(
-            f"{unknown[0]!r} is not a GEMM; the GEMMs are {', '.join(GEMMS)}{_suggestion(unknown[0], GEMMS)}"
+            f"{unknown[0]!r} is not a GEMM; the GEMMs are {', '.join(GEMMS)}{did_you_mean(unknown[0], GEMMS)}"
         )
     if twice := [gemm for gemm in GEMMS if gemms.count(gemm) > 1]:
         raise ValueError(f"{twice[0]} is given twice")
     recipe, fmt, known = parts["recipe"], parts["format"], (*HIGH_PRECISION_DTYPES, *registry.names())
     if recipe not in known:
-        raise ValueError(f"{recipe!r} is not a recipe; the recipes are {', '.join(known)}{_suggestion(recipe, known)}")
+        raise ValueError(f"{recipe!r} is not a recipe; the recipes are {', '.join(known)}{did_you_mean(recipe, known)}")
     formats = () if recipe in HIGH_PRECISION_DTYPES else registry.get(recipe).formats
     if fmt is not None and fmt not in formats:
         has = f"has {', '.join(formats)}" if formats else "has a fixed format"
@@ -248,15 +249,8 @@ def pattern_problem(pattern: str, model: ModelConfig, names: Optional[tuple[str,
     return (
         f"{pattern} matches no linear layer; the names are layers.0 to layers.{num_layers - 1} with "
         f"{', '.join(dict.fromkeys(name.split('.', 2)[2] for name in linear_names(model)[:-1]))}, and {OUTPUT_LAYER}"
-        f"{_suggestion(pattern, patterns)}"
+        f"{did_you_mean(pattern, patterns, 3, similarity=0.6)}"
     )
-
-
-def _suggestion(text: str, known: tuple[str, ...]) -> str:
-    import difflib  # here, so that --help does not import it
-
-    near = difflib.get_close_matches(text, known, n=3)
-    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def format_of(precision: PrecisionConfig, family: str) -> Optional[str]:

@@ -124,7 +124,7 @@ class ParallelLayout:
     # ---- description ----------------------------------------------------------------------------------------------
 
     def describe_stages(self, stages: Stages) -> list[str]:
-        """One line per pipeline stage, for world sizes too large to list."""
+        """One line per pipeline stage."""
         length, stride = self.world_size // self.pipeline, self.stride("pipeline")
         lines = []
         for stage in range(self.pipeline):
@@ -132,8 +132,10 @@ class ParallelLayout:
             if self.data_is_last and self.data > 1:
                 ranks = f"ranks {first}-{first + stride - 1} of every {stride * self.pipeline}"
             else:
-                ranks = f"ranks {first}-{first + length - 1}"
+                ranks = f"rank {first}" if length == 1 else f"ranks {first}-{first + length - 1}"
             lines.append(f"stage {stage}: {ranks}: {modules}")
+        if length == 1:
+            return lines
         neighbours = f"groups of {self.tensor} neighbouring ranks" if self.tensor > 1 else "single ranks"
         lines.append(f"within a stage: tensor-parallel {neighbours} x context {self.context} x data {self.data}")
         return lines

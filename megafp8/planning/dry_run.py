@@ -27,17 +27,19 @@ from megafp8.config.topology import layout_of
 from megafp8.data.tokenizers.build import build_tokenizer
 from megafp8.device.capability import Target
 from megafp8.device.gpus import find_gpu
-from megafp8.planning.fit import fp8_warnings, memory_warnings
+from megafp8.planning.fit import DOES_NOT_FIT, fp8_warnings, memory_verdict
 from megafp8.planning.host_memory import checkpoint_memory, host_memory_text
 from megafp8.planning.mixture_time import exchanged_bytes
 from megafp8.planning.muon_cost import muon_lines
 from megafp8.planning.planned_run import PlannedRun
 from megafp8.planning.step_time import step_time
 from megafp8.resources import micro_batch
+from megafp8.resources.automatic import Choice
 from megafp8.resources.memory import cuda_graph_memory_bytes, estimate_stages
 from megafp8.resources.micro_batch import gib
 from megafp8.resources.mixture_memory import FREE_MEMORY_FRACTION, non_torch_bytes
 from megafp8.resources.precision_table import format_precision_map, resolve_precision_map
+from megafp8.utils.formatting import duration_text
 
 if TYPE_CHECKING:
     from megafp8.training.checks import ValidatedRun
@@ -86,6 +88,7 @@ MAX_RANK_LINES = 16
 MAX_LINES = 9
 """Limit of each list in the summary."""
 MAX_WORDS = 6
+NO_SPEED = "speed: not predicted (the run does not fit)"
 SIZE_SETTINGS = ("training.micro_batch_size", "training.micro_batch_size_memory_limit")
 DATA_PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 
@@ -102,7 +105,7 @@ def describe_run(validated: ValidatedRun) -> str:
         DataError: the tokenizer cannot be read.
     """
     from megafp8.mcore.config import build_ddp_config, build_optimizer_config, build_transformer_config
-    from megafp8.training.checks import check_with_size, chosen_settings, format_chosen
+    from megafp8.training.checks import check_with_size, chosen_settings
 
     requested, world_size, automatic = validated.requested, validated.world_size, list[str]()
     is_verbose = requested.logging.verbose
@@ -119,11 +122,13 @@ def describe_run(validated: ValidatedRun) -> str:
     if not config.optimizer.use_precision_aware_optimizer or has_transformer_engine:
         build_optimizer_config(config, implementation)
     vocab_size = dimensions.padded_vocab_size(config, vocabulary_size(config))
-    chosen = format_chosen([*chosen_settings(config, target, implementation), *validated.choices])
+    choices = [*chosen_settings(config, target, implementation), *validated.choices]
+    verdict = verdict_text(config, target, implementation, vocab_size, world_size)
     checkpoints, saved = checkpoint_text(config, validated, vocab_size)
     details = "" if is_verbose else "; --verbose prints all settings, ranks and GEMMs"
     sections = [
         f"megafp8 {__version__} | dry run{details}",
+        *filter(None, [verdict]),
         *([settings_text(listed, validated.invocation.given)] if is_verbose else []),
         model_text(config),
         layout_text(config, target, implementation, world_size),
@@ -132,15 +137,32 @@ def describe_run(validated: ValidatedRun) -> str:
         *mixture_text(config, world_size),
         *muon_lines(config, world_size),
         memory_text(config, vocab_size, world_size, implementation, target, saved),
-        speed_text(config, target, implementation, vocab_size, world_size),
+        NO_SPEED
+        if verdict.startswith(DOES_NOT_FIT)
+        else speed_text(config, target, implementation, vocab_size, world_size),
         data_text(config),
         checkpoints,
         precision_text(config, implementation),
-        *filter(None, [chosen]),
+        *([chosen_text(choices)] if choices else []),
         *warning_lines(validated),
         *warning_text(config, target, implementation, vocab_size, world_size),
     ]
     return ("\n\n" if is_verbose else "\n").join(sections)
+
+
+def verdict_text(
+    config: RunConfig, target: Target, implementation: LayerBackend, vocab_size: int, world_size: int
+) -> str:
+    """Whether the run fits into the memory of its GPUs; empty for a device that the planner does not know."""
+    gpu = find_gpu(target.name)
+    if gpu is None or not implementation.has_step_time_model:
+        return ""
+    return memory_verdict(PlannedRun(config=config, gpu=gpu, world_size=world_size, padded_vocab=vocab_size))
+
+
+def chosen_text(choices: Sequence[Choice]) -> str:
+    """The settings that megafp8 chose, one a line."""
+    return section("chosen: settings without a flag", [f"{flag} {value} ({reason})" for flag, value, reason in choices])
 
 
 def vocabulary_size(config: RunConfig) -> int:
@@ -173,12 +195,12 @@ def model_text(config: RunConfig) -> str:
 
 
 def layout_text(config: RunConfig, target: Target, implementation: LayerBackend, world_size: int) -> str:
-    """The parallel layout: the layers of each rank, or of each stage where there are many ranks."""
+    """The parallel layout: the layers of each stage; with `--verbose` of each rank unless there are many."""
     layout = layout_of(config, world_size)
     is_verbose = config.logging.verbose
     stages = stage_layers(config)
-    lines = layout.describe(stages)
-    if len(lines) > (MAX_RANK_LINES if is_verbose else MAX_LINES):
+    lines = layout.describe(stages) if is_verbose else []
+    if not 0 < len(lines) <= MAX_RANK_LINES:
         lines = layout.describe_stages(stages)
     lines = lines if is_verbose else shortened(lines)
     head = (
@@ -274,6 +296,8 @@ def memory_text(
     host = [checkpoint_memory(config, world_size, vocab_size, each, saved) for each in estimates]
     lines.append(f"host memory for checkpoints: {host_memory_text(host)}")
     gpu = find_gpu(target.name)
+    if gpu is not None:
+        lines.append(f"outside of torch, such as CUDA and NCCL: {gib(non_torch_bytes(config, world_size))} GiB")
     available = "" if gpu is None else f"; {gpu.name} has {gib(gpu.memory_bytes)} GiB"
     return section(f"memory of one rank, estimated{available}", lines)
 
@@ -295,10 +319,9 @@ def speed_text(
         return f"speed: not predicted ({problem})"
     step = step_time(PlannedRun(config=config, gpu=gpu, world_size=world_size, padded_vocab=vocab_size))
     num_steps = iterations.trained_samples(config, world_size) / iterations.global_batch_size(config, world_size)
-    hours = num_steps * step.seconds / 3600
     return (
         f"speed, predicted: {step.seconds:.3f} s a step, {step.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, MFU "
-        f"{step.mfu_fraction:.1%}, {hours:,.1f} hours of steps"
+        f"{step.mfu_fraction:.1%}, {duration_text(num_steps * step.seconds)} of steps"
     )
 
 
@@ -370,7 +393,7 @@ def warning_lines(validated: ValidatedRun) -> list[str]:
 def warning_text(
     config: RunConfig, target: Target, implementation: LayerBackend, vocab_size: int, world_size: int
 ) -> list[str]:
-    """Warnings if the run does not fit, or will not be faster than BF16; for a GPU that the planner knows."""
+    """A warning if the run will not be faster than BF16; for a GPU that the planner knows."""
     gpu, precision = find_gpu(target.name), config.precision
     if gpu is None or not implementation.has_step_time_model:
         return []
@@ -380,8 +403,8 @@ def warning_text(
         and precision_map.is_quantized(precision)
         and precision.fp8_schedule is None  # plans have one precision
     )
-    warnings = [memory_warnings(run), fp8_warnings(run) if is_planned else []]
-    return ["warning: " + "\n".join(lines) for lines in warnings if lines]
+    lines = fp8_warnings(run) if is_planned else []
+    return ["warning: " + "\n".join(lines)] if lines else []
 
 
 def shortened(lines: list[str]) -> list[str]:

@@ -118,27 +118,28 @@ def fp8_warnings(run: PlannedRun) -> list[str]:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def memory_warnings(run: PlannedRun) -> list[str]:
-    """Lines of a warning with the shortage and the first suggestion that suffices; empty if the run fits."""
+FITS, DOES_NOT_FIT = "fits", "does not fit"
+"""Beginnings of a verdict."""
+
+
+def memory_verdict(run: PlannedRun) -> str:
+    """Whether a run fits, with the memory of a GPU; and the first suggestion that suffices if it does not."""
     limit_bytes = int(run.gpu.memory_bytes * (1 - FREE_MEMORY_FRACTION))
-    missing_bytes = needed_bytes(run, run.config) - limit_bytes
-    if missing_bytes <= 0:
-        return []
-    lines = [
-        f"the estimate does not fit into {run.gpu.name}: {gib(missing_bytes)} GiB more than {gib(limit_bytes)}, which "
-        f"leaves {FREE_MEMORY_FRACTION:.0%} for fragments; {gib(non_torch_bytes(run.config, run.world_size))} GiB are "
-        "outside of torch"
-    ]
+    needed, has = needed_bytes(run, run.config), gib(run.gpu.memory_bytes)
+    if needed <= limit_bytes:
+        return f"{FITS}: {gib(needed)} of {has} GiB a GPU"
+    problem = (
+        f"{DOES_NOT_FIT}: needs {gib(needed)} GiB a GPU, {run.gpu.name} has {has}, less {FREE_MEMORY_FRACTION:.0%} for "
+        "fragments"
+    )
     for values in suggestions(run):
         changed = with_values(run.config, values)
         if not rules.setting_problems(changed, run.world_size) and needed_bytes(run, changed) <= limit_bytes:
             named = settings_by_name()
-            flags = " ".join(named[name].as_flag(value) for name, value in values.items())
-            return [*lines, f"it fits with {flags}"]
-    return [
-        *lines,
-        "no smaller micro batch, recomputation or moments in 16 bits suffice: megafp8 plan finds other layouts",
-    ]
+            return f"{problem}; try {' '.join(named[name].as_flag(value) for name, value in values.items())}"
+    preset = run.config.model.model_preset
+    model, others = (f" --model-preset {preset}", "") if preset else ("", " and the flags of the model")
+    return f"{problem}; try megafp8 plan{model} --gpus {run.world_size} --gpu {run.gpu.name}{others}"
 
 
 def needed_bytes(run: PlannedRun, config: RunConfig) -> int:

@@ -104,6 +104,13 @@ def check_lines(lines: Sequence[str]) -> None:
         raise ConfigError(problems)
 
 
+def duration_text(seconds: float) -> str:
+    """A duration in the unit that suits it: `12.5 hours`, `31.2 days`, `4.2 years`."""
+    units = ((365 * 24 * 3600, "years", 1), (24 * 3600, "days", 2), (3600, "hours", 1), (60, "minutes", 1))
+    size, name = next(((size, name) for size, name, least in units if seconds >= least * size), (1, "seconds"))
+    return f"{seconds / size:,.1f} {name}"
+
+
 def utc_now() -> str:
     """The current time in UTC, in ISO 8601 to the second."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

@@ -6,6 +6,7 @@ ending, or by a few letters.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -22,21 +23,37 @@ def same_name(text: str, known: Iterable[str]) -> Optional[str]:
     return next((name for name in known if _plain(name) == _plain(text)), None)
 
 
-def closest(text: str, known: Iterable[str], count: int = 1) -> list[str]:
+def closest(text: str, known: Iterable[str], count: int = 1, similarity: float = SIMILARITY) -> list[str]:
     """The known names that a text may have meant, nearest first; empty if none is near."""
     import difflib  # here, so that --help does not import it
 
     names = {_plain(name): name for name in known}
-    near = difflib.get_close_matches(_plain(text), names, n=count, cutoff=SIMILARITY)
+    near = difflib.get_close_matches(_plain(text), names, n=count, cutoff=similarity)
     if len(_plain(text)) >= PREFIX_CHARS:
         near += [name for name in names if name.startswith(_plain(text)) and name not in near]
     return [names[name] for name in near[:count]]
 
 
-def did_you_mean(text: str, known: Iterable[str], count: int = 1) -> str:
+def did_you_mean(text: str, known: Iterable[str], count: int = 1, similarity: float = SIMILARITY) -> str:
     """`; did you mean NAME?` to append to a message; empty if no known name is near."""
-    near = closest(text, known, count)
+    near = closest(text, known, count, similarity)
     return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def one_of(known: Iterable[str], kind: str) -> Callable[[str], str]:
+    """argparse `type` of a name in any case: `known GPUs: h100, h200` for another one.
+
+    Args:
+        kind: of the names, in the plural.
+    """
+    names = list(known)
+
+    def read(text: str) -> str:
+        if (name := same_name(text, names)) is None:
+            raise argparse.ArgumentTypeError(f"{text}{did_you_mean(text, names)} (known {kind}: {', '.join(names)})")
+        return name
+
+    return read
 
 
 def unknown_keys(

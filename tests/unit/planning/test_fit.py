@@ -1,6 +1,8 @@
-"""The warning of a dry run that does not fit, and its suggestions."""
+"""The verdict of a dry run on memory, and its suggestions."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 
@@ -18,9 +20,11 @@ RECOMPUTED = "--recompute-granularity selective --recompute-modules mlp"
 MOMENTS = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype"
 
 
-def warning(words: str, world_size: int = 1) -> str:
+def verdict(words: str, world_size: int = 1) -> str:
     text = describe_run(check(*flags.parse_with_problems(f"{words} {RUN} --world-size {world_size}".split())))
-    return text.partition("warning: the estimate does not fit into h200")[2]
+    lines = text.splitlines()
+    assert ("speed: not predicted (the run does not fit)" in lines) == lines[1].startswith("does not fit: ")
+    return lines[1]
 
 
 @pytest.mark.parametrize(
@@ -36,16 +40,18 @@ def warning(words: str, world_size: int = 1) -> str:
     ],
 )
 def test_a_suggestion_fits(words: str, suggestion: str) -> None:
-    assert warning(words).splitlines()[1] == f"it fits with {suggestion}"
-    assert not warning(f"{words} {suggestion}")
+    assert verdict(words).endswith(f"; try {suggestion}")
+    assert verdict(f"{words} {suggestion}").startswith("fits: ")
 
 
-def test_runs_that_fit_have_no_warning() -> None:
-    assert not warning(f"{LLAMA} 8 --global-batch-size 64")
-    assert not warning(WHOLE_8B, 8)
+def test_the_verdict_has_the_memory_of_the_gpu() -> None:
+    assert re.fullmatch(r"fits: \d+\.\d+ of 140\.40 GiB a GPU", verdict(f"{LLAMA} 8 --global-batch-size 64"))
+    assert verdict(WHOLE_8B, 8).startswith("fits: ")
+    assert " GiB a GPU, h200 has 140.40, less 5% for fragments; try " in verdict(WHOLE_8B)
 
 
 def test_the_planner_is_named_where_nothing_suffices() -> None:
-    assert "megafp8 plan finds other layouts" in warning(
-        f"{LLAMA} 1 --global-batch-size 8 --num-layers 96 --hidden-size 4096"
+    words = f"{LLAMA} 1 --global-batch-size 8"
+    assert verdict(f"{words} --num-layers 96 --hidden-size 4096").endswith(
+        "; try megafp8 plan --model-preset llama-1b --gpus 1 --gpu h200"
     )
