@@ -44,10 +44,9 @@ def render_page(comparison: Comparison, runs: Sequence[LoadedRun], *, title: str
         classes=[row.verdict.replace(" ", "-") for row in comparison.recipes],
         warnings=[*comparison.warnings, *run_warnings(runs)],
     )  # fmt: skip
-    first, *others = figures(comparison, recipes)
     notes = [text for text in (tables.verdict_note(comparison), tables.control_note(comparison)) if text]
     equal_loss = tables.equal_loss_table(comparison)
-    sections = [verdicts, first, *others]
+    sections = [verdicts, *figures(comparison, recipes)]
     if notes:
         sections.insert(2, PageSection(title="What the verdicts mean", notes=notes))
     if equal_loss is not None:

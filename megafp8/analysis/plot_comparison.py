@@ -413,8 +413,8 @@ def plot_loss_curves(recipes: Sequence[DrawnRecipe], output: Path, title: str) -
     above.legend(loc="upper right")
     for axes in below:
         for recipe in recipes[1:]:
-            tokens, gaps = seed_statistics.validation_gap(recipe.pairs[0].base, recipe.pairs[0].run)
-            axes.plot(tokens, 100 * gaps, **_marker(recipe))
+            tokens, validated = seed_statistics.validation_gap(recipe.pairs[0].base, recipe.pairs[0].run)
+            axes.plot(tokens, 100 * validated, **_marker(recipe))
         _draw_gaps(axes, gaps)
     _token_axis(figure.axes[-1])
     return save_figure(figure, output)

@@ -61,7 +61,7 @@ def draw_losses(axes: Axes, report: ScalingReport, name: str) -> None:
             axes.plot(points, curves[0], color=color, linewidth=1.5)
             draw_band(axes, points, fitted.fits.interval(curves, [number]), color)
     axes.set_yscale("log")
-    style_log_x(axes, f"loss over {name}")
+    style_log_x(axes, f"Loss over {name}")
     positions = {X_OF[name](cell)[0] for cell in report.cells if cell.is_best}
     if len(positions) == 1:  # matplotlib finds no limits for a single point on a logarithmic axis
         (position,) = positions
@@ -97,7 +97,7 @@ def draw_gaps(axes: Axes, report: ScalingReport, name: str) -> None:
             ]
             axes.plot(points, curves[0], color=color)
             draw_band(axes, points, fitted.fits.interval(curves, [number, 0]), color)
-    style_log_x(axes, f"gap to {report.baseline}, seed by seed")
+    style_log_x(axes, f"Gap to {report.baseline}, seed by seed")
     axes.set_ylabel(gap_label())
 
 
@@ -128,7 +128,7 @@ def plot_speed(report: ScalingReport) -> Optional[Figure]:
             right.plot(counts, [100 * row.efficiency for row in rows], marker=marker, color=color)
     left.set_yscale("log")
     use_si_prefixes(left.yaxis)
-    for axes, title in ((left, "tokens/s (dotted: perfect)"), (right, "efficiency, % of the fewest devices'")):
+    for axes, title in ((left, "Tokens/s (dotted: perfect)"), (right, "Efficiency, % of the fewest devices'")):
         axes.set_xscale("log", base=2)
         axes.set_xticks(sorted({row.world_size for row in report.speeds}))
         axes.xaxis.set_major_formatter("{x:g}")
@@ -162,7 +162,7 @@ def plot_sweeps(report: ScalingReport) -> Optional[Figure]:
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
         axes.set_xlabel(axis)
         axes.set_ylabel("validation loss, nats a token")
-        axes.set_title(f"loss over {axis}, with the spread of seeds")
+        axes.set_title(f"Loss over {axis}, with the spread of seeds")
     return figure
 
 

@@ -99,7 +99,7 @@ def headline(report: ScalingReport) -> str:
     overall = [
         Difference(
             name=row.recipe, mean=row.gap.value, low=row.gap.low, high=row.gap.high,
-            sample=f"over {row.num_pairs} pairs of runs",
+            sample=f"{row.num_pairs} pairs of runs",
         )
         for row in report.gaps if row.parameters is None
     ]  # fmt: skip

@@ -6,7 +6,7 @@ import csv
 import dataclasses
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional, Union
 
@@ -29,6 +29,8 @@ from megafp8.utils.strict_json import to_strict_json
 
 MIB = 2**20
 WORD_COLUMNS = ("run", "recipe", "verdict", "tokens at equal loss", "time at equal loss")
+DETAIL_COLUMNS = ("TFLOP/s per device", "steps", "tokens")
+"""Not in a terminal, where tables are narrow; the files have them."""
 MAX_COLUMNS = 100
 """Characters of a line in a terminal."""
 Row = Union[RecipeRow, ComparisonRow]
@@ -53,8 +55,12 @@ class Table:
 
     def without_empty_columns(self) -> Table:
         """The table without the columns that have no value."""
-        columns = enumerate(zip(*self.rows, strict=True))
-        shown = [index for index, cells in columns if any(cell not in ("", "-") for cell in cells)]
+        columns = zip(self.header, zip(*self.rows, strict=True), strict=True)
+        return self.without_columns([name for name, cells in columns if set(cells) <= {"", "-"}])
+
+    def without_columns(self, names: Collection[str]) -> Table:
+        """The table without the columns of these headers."""
+        shown = [index for index, name in enumerate(self.header) if name not in names]
         sides = self.sides.ljust(len(self.header), "r")
         return dataclasses.replace(
             self, header=tuple(self.header[index] for index in shown), sides="".join(sides[index] for index in shown),
@@ -89,7 +95,8 @@ class Table:
 
 def to_text(comparison: Comparison) -> str:
     """For a terminal: the headline, aligned tables, then notes, differences and warnings."""
-    parts = [visible(headline(comparison)), *(table.to_text() for table in _tables(comparison))]
+    shown = [table.without_columns(DETAIL_COLUMNS) for table in _tables(comparison)]
+    parts = [visible(headline(comparison)), *(table.to_text() for table in shown)]
     texts = map(visible, (*notes(comparison), *comparison.differences, *_warnings(comparison)))
     return "\n\n".join([*parts, "\n".join(texts)]).rstrip()
 

@@ -43,13 +43,6 @@ ONE_LLAMA = LLAMA | {"vocab_size": 300, "num_hidden_layers": 1, "rope_theta": 50
 SMALL_PLAN = {"llama3-70b --gpus 512": "llama-1b --gpus 2", END: "--scaling 2 4"}
 SUPERVISED = RANKS | {"FLAGS": f"{FLAGS} --save runs/supervised --load runs/supervised"}
 SMALL_TOKENIZER = {END: "--vocab-size 600 --num-threads 1"}
-QUICKSTART = (
-    "python tools/build_stdlib_corpus.py --output runs/quickstart/corpus.jsonl --max-bytes 200000\n"
-    "python tools/train_tokenizer.py --input runs/quickstart/corpus.jsonl --vocab-size 600 --num-threads 1 "
-    "--model-prefix runs/quickstart/tokenizer\n"
-    "python tools/preprocess_data.py --input runs/quickstart/corpus.jsonl --output-prefix runs/quickstart/stdlib "
-    "--workers 1 --tokenizer-type SentencePieceTokenizer --tokenizer-model runs/quickstart/tokenizer.model\n"
-)
 TOKENIZER = "--tokenizer-type SentencePieceTokenizer --tokenizer-model data/tokenizer.model"
 
 OWN_TEXT = {
@@ -125,13 +118,12 @@ SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         },
     },
     "docs/comparing.md": {
-        "bash examples/compare_recipes.sh": {
-            "bash": "STEPS=1 SEEDS=1 RECIPES=bf16,tensorwise EVAL_ITERS=1 MAX_BYTES=400000 bash"
+        "megafp8 run-comparison --recipes bf16,tensorwise,nvfp4": {END: "--dry-run"},
+        "megafp8 run-comparison --recipes bf16,delayed": {
+            "--seeds 3": "--seeds 1", "--train-iters 1000": SHORT
         },
-        "python tools/run_comparison.py": {"tensorwise,delayed": "delayed", "--seeds 3": "--seeds 1", "FLAGS": FLAGS},
-        "python tools/compare_runs.py runs/bf16": {
-            "runs/bf16": "runs/mine/bf16/seed*", "runs/fp8": "runs/mine/delayed/seed*"
-        },
+        "megafp8 run-comparison --recipes bf16,bf16-control": {"--seeds 3": "--seeds 1", "FLAGS": FLAGS},
+        "megafp8 compare runs/bf16": {"runs/bf16": "runs/mine/bf16/seed*", "runs/fp8": "runs/mine/delayed/seed*"},
     },
     "docs/data.md": {
         "megafp8 train-tokenizer": SMALL_TOKENIZER,
@@ -172,20 +164,20 @@ SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     },
     "docs/recipes.md": {"megafp8 pretrain --model-preset tiny": {END: SHORT}},
     "docs/scaling_studies.md": {
-        "python tools/build_stdlib_corpus.py": {END: "--max-bytes 200000"},
-        "python tools/preprocess_data.py": {END: "--workers 1"},
-        "python launcher/scaling_study.py examples/studies/stdlib_cpu.yaml --local": {
+        "megafp8 corpus": {END: "--max-bytes 200000"},
+        "megafp8 preprocess": {END: "--workers 1"},
+        "megafp8 study examples/studies/stdlib_cpu.yaml --local": {
             "examples/studies/stdlib_cpu.yaml": "small.yaml", END: "--only '43k-seed1-*'"
         },
-        "python launcher/scaling_study.py examples/studies/stdlib_cpu.yaml --status": {
+        "megafp8 study examples/studies/stdlib_cpu.yaml --status": {
             "examples/studies/stdlib_cpu.yaml": "small.yaml"
         },
     },
     "docs/telemetry.md": {
-        "python pretrain_gpt.py --model-preset tiny": {END: f"{SHORT} --seq-length 32 --fp8-log-interval 2"},
-        "python pretrain_gpt.py --num-layers 4": {
-            BEFORE: QUICKSTART,
-            END: f"{SHAPE} {SHORT} --seq-length 32 --max-position-embeddings 32 --fp8-log-interval 2 --split 50,50,0",
+        "megafp8 corpus": {END: "--max-bytes 200000"},
+        "megafp8 preprocess": {END: "--workers 1"},
+        "megafp8 pretrain --num-layers 4": {
+            END: f"{SHAPE} {SHORT} --seq-length 32 --fp8-log-interval 2 --split 50,50,0"
         },
     },
 }  # fmt: skip
@@ -222,7 +214,6 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
         "lm_eval": "needs that package: tests/cli/test_lm_eval.py runs it where it is installed",
     },
     "docs/comparing.md": {
-        "bash examples/compare_recipes_h200.sh": f"{RUN_BY}tests/cli/test_examples.py",
         "bash examples/precision_table.sh": f"{RUN_BY}tests/cli/test_examples.py",
         "megafp8 precision-table": f"{RUN_BY}tests/cli/test_precision_table_command.py",
     },
@@ -237,7 +228,6 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
         "python benchmarks/chaos_soak.py": f"{RUN_BY}tests/faults/test_chaos_soak.py",
         "python benchmarks/planted_faults.py": f"{RUN_BY}tests/unit/benchmarks/test_stability_benchmarks.py",
     },
-    "docs/telemetry.md": {"bash examples/quickstart.sh": f"{RUN_BY}tests/cli/test_quickstart.py"},
 }
 
 # ---- files of the reader

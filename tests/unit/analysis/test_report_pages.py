@@ -112,7 +112,7 @@ def test_figures_and_columns_without_data_are_left_out(write_run, tmp_path) -> N
         (folder / RUN_STATE_FILE).write_text(json.dumps(dataclasses.replace(state, step=2).to_plain()))
     publish_comparison(folders, include_unfinished=True, output_folder=tmp_path / "out")
     page = Page((tmp_path / "out" / "report.html").read_text())
-    assert page.titles == ["Training loss", "Speed and memory", "What was run"]
+    assert page.titles == ["Training loss", "What the verdicts mean", "Speed and memory", "What was run"]
     header = page.text[page.text.index("<thead>") : page.text.index("</thead>")]
     assert re.findall(r"<th[^>]*>([^<]*)</th>", header) == ["recipe", "verdict", "seeds", "tokens/s", "speed"]
     assert "peak memory" not in page.text
