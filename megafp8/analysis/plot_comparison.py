@@ -49,7 +49,7 @@ LEGEND_ROW_INCHES = 0.2
 LETTERS_PER_INCH, LINE_LETTERS = 12, 6  # of names in a legend, and the width of the line beside a name
 MIN_REACH_FRACTION = 0.001  # smallest range of a gap axis, so that noise does not fill it
 GIB = 2**30
-VISIBLE_GAP_FRACTION = 0.03  # a smaller gap is within the width of a loss curve
+VISIBLE_GAP_FRACTION = 0.05  # a smaller gap is within the width of a loss curve
 MIN_SEEDS_OF_BAND = 3
 MAX_EXPONENT = 700  # of e, in FP64
 
@@ -140,9 +140,13 @@ def plot_gaps(comparison: Comparison, colors: Sequence[str]) -> Figure:
     )  # fmt: skip
 
 
-def gap_label(baseline: str = "") -> str:
-    """Label of an axis of gaps. On a vertical axis it reads upwards."""
-    return f"better \u2190  gap{f' to {baseline}' if baseline else ''} (%)  \u2192 worse"
+UPRIGHT_GAP_LABEL = "gap (%)  worse \u2192"
+"""Of a vertical axis, where it reads upwards."""
+
+
+def gap_label(baseline: str) -> str:
+    """Label of a horizontal axis of gaps."""
+    return f"better \u2190  gap to {baseline} (%)  \u2192 worse"
 
 
 def band_text(recipes: Sequence[DrawnRecipe], confidence: float) -> str:
@@ -287,7 +291,7 @@ def _draw_losses(axes: Axes, losses: Curves, label: str, marker: str = "") -> No
 def _draw_gaps(axes: Axes, gaps: Curves, marker: str = "") -> None:
     """Gaps in percent, with an axis that is symmetric about zero and ignores the steep first part of the runs."""
     _draw(axes, [(recipe, _percent(curve)) for recipe, curve in gaps], marker=marker)
-    axes.set_ylabel(gap_label())
+    axes.set_ylabel(UPRIGHT_GAP_LABEL)
     ends = [values[math.ceil(len(values) * STEEP_FRACTION) :] for values in _y_values(axes)]
     sizes = np.abs(np.concatenate([*ends, [100 * MIN_REACH_FRACTION]]))
     limit = 1.5 * float(np.max(sizes[np.isfinite(sizes)]))

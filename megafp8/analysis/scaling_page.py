@@ -11,7 +11,7 @@ import numpy as np
 from megafp8.analysis import scaling_report
 from megafp8.analysis.html import PageFigure, PageSection, render, standalone_svg, to_svg, write_files
 from megafp8.analysis.percent import count_text
-from megafp8.analysis.plot_comparison import WIDTH_INCHES, add_legend, gap_label
+from megafp8.analysis.plot_comparison import UPRIGHT_GAP_LABEL, WIDTH_INCHES, add_legend
 from megafp8.analysis.plotting import COLORS as RECIPE_COLORS
 from megafp8.analysis.plotting import INK, PAGE_STYLE, new_figure, plot_style, use_si_prefixes
 from megafp8.analysis.scaling_laws import COMPUTE, PARAMETERS, X_OF
@@ -98,7 +98,7 @@ def draw_gaps(axes: Axes, report: ScalingReport, name: str) -> None:
             axes.plot(points, curves[0], color=color)
             draw_band(axes, points, fitted.fits.interval(curves, [number, 0]), color)
     style_log_x(axes, f"Gap to {report.baseline}, seed by seed")
-    axes.set_ylabel(gap_label())
+    axes.set_ylabel(UPRIGHT_GAP_LABEL)
 
 
 def draw_band(axes: Axes, x: np.ndarray, ends: Optional[tuple[np.ndarray, np.ndarray]], color: str) -> None:

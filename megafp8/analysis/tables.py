@@ -200,7 +200,6 @@ def run_table(comparison: Comparison) -> Table:
         "validation loss": [optional(row.validation_loss, "{:.4f}") for row in rows],
         "gap": ["-" if row.relative_gap_fraction is None else finite(row.relative_gap_fraction) for row in rows],
         **_common_columns(rows),
-        "recipe": [row.recipe for row in rows],
     }
     return Table.of_columns("Table of runs", columns)
 
