@@ -61,8 +61,8 @@ class QuantizedLinear(nn.Linear):
         **options: those of the recipe, by the names of their flags: `fp8_amax_history_len=16`.
 
     Shape:
-        input `[*, in_features]`, output `[*, out_features]`. If gradients are needed, rows of zeros fill the input up to
-        a multiple of the alignment; they change no result.
+        input `[*, in_features]`, output `[*, out_features]`. If gradients are needed, rows of zeros fill the input up
+        to a multiple of the alignment; they change no result.
 
     Raises:
         ConfigError: an unknown recipe, format or option, a wrong value, or a size that is no multiple of the alignment.
