@@ -13,7 +13,6 @@ from megafp8.device.gpus import GPUS
 from megafp8.errors import ConfigError
 from megafp8.planning.plan import make_plan
 from megafp8.planning.report import GIB, layout_data
-from megafp8.recipes import registry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +76,7 @@ def plan(
         raise ConfigError(f"gpus {gpus}: must be at least 1")
     argv = ["--model-preset", model]
     if recipe is not None:
-        chosen = registry.get(recipe)
-        argv += [f"--{chosen.family}-format", chosen.default_format, f"--{chosen.family}-recipe", recipe]
+        argv += ["--recipe", recipe]
     for name, value in settings.items():
         argv += _words(f"--{name.replace('_', '-')}", value)
     found = make_plan(flags.parse(argv), GPUS[gpu.lower()], gpus, ())

@@ -58,7 +58,8 @@ class QuantizedLinear(nn.Linear):
         recipe: one of `megafp8.recipes.names()`; by default tensorwise.
         format: one of `megafp8.recipes.get(recipe).formats`; None is the recipe's default.
         seed: of stochastic rounding; None takes it from torch's generator without advancing it.
-        **options: those of the recipe, by the names of their flags: `fp8_amax_history_len=16`.
+        **options: those of the recipe, by the names of their flags: `fp8_amax_history_len=16`. The others have the
+            values that `--recipe` gives them: `megafp8.recipes.get(recipe).options`.
 
     Shape:
         input `[*, in_features]`, output `[*, out_features]`. If gradients are needed, rows of zeros fill the input up
@@ -94,9 +95,10 @@ class QuantizedLinear(nn.Linear):
 
     def _set_recipe(self, recipe: str, format: Optional[str], options: Mapping[str, Any], seed: int) -> None:
         """Set the recipe and create its state."""
-        self.recipe, self.format = recipe, format or registry.get(recipe).default_format
+        found = registry.get(recipe)
+        self.recipe, self.format = recipe, format or found.default_format
         # By name, not the rules themselves: copies and pickles of a module then share one object.
-        self._options = tuple(sorted(options.items()))
+        self._options = tuple(sorted((dict(found.tested_options) | dict(options)).items()))
         rules = self.rules
         self._seed = seed
         device = torch.device("cpu") if self.weight.device.type == "meta" else self.weight.device

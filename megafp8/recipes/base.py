@@ -304,9 +304,9 @@ class Recipe:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options by name, with their defaults."""
+        """The options by name, with the values that `--recipe` gives them."""
         parameters = inspect.signature(self.build).parameters
-        return {name: parameters[name].default for name in self.option_names}
+        return {name: parameters[name].default for name in self.option_names} | dict(self.tested_options)
 
     @property
     def setting_names(self) -> tuple[str, ...]:

@@ -46,4 +46,4 @@ def test_other_names_are_attribute_errors() -> None:
 
 def test_recipes() -> None:
     assert megafp8.recipes.names() == registry.names()
-    assert megafp8.recipes.get("delayed").options["fp8_amax_compute_algo"] == "most_recent"
+    assert megafp8.recipes.get("delayed").options["fp8_amax_compute_algo"] == "max"
