@@ -42,8 +42,11 @@ TORCHRUN_FLAGS = {
     "--standalone", "--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port",
     "--shutdown-timeout",
 }  # fmt: skip
-# Flags of pytest and the chaos soak.
-TEST_FLAGS = {"--long", "--write-snapshots", "--collect-only", "--steps", "--faults", "--fork"}
+# Flags of tests/run.sh, pytest, the mutants and the chaos soak.
+TEST_FLAGS = {
+    "--all", "--jobs", "--count", "--ignore", "--long", "--write-snapshots", "--collect-only", "--steps", "--faults",
+    "--fork",
+}  # fmt: skip
 BENCHMARK_FLAGS = {"--shape", "--rounds", "--modes", "--mode", "--extra"}  # of gpu_train.py and accelerate_loop.py
 HUB_FLAGS = {"--local-dir"}  # of hf
 LM_EVAL_FLAGS = {"--model", "--model_args", "--tasks", "--include_path", "--output_path"}  # of lm_eval
