@@ -12,7 +12,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-runs/quickstart}
-echo "The quickstart takes about 4 minutes on two CPU cores, of which the installation in .venv takes 1. It needs 1.5 GB of"
+echo "The quickstart takes about 4 minutes on two CPU cores, of which the installation in .venv takes 1. It needs 1.6 GB of"
 echo "disk with a CPU build of torch; with a build for CUDA, several GB and the time to download them."
 PIP_COMPILE=0 . tools/setup_venv.sh # what is never imported needs no bytecode, which would take a minute
 
@@ -43,7 +43,7 @@ training=(
   --micro-batch-size 8 --global-batch-size 16 --train-iters "${STEPS:-120}" --use-distributed-optimizer
   --lr 1.5e-3 --min-lr 1.5e-4 --lr-decay-style cosine --lr-warmup-fraction 0.07
   --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --seed 1234
-  --eval-interval 40 --eval-iters 8 --save-interval 40 --log-interval 10
+  --eval-interval 40 --eval-iters 8 --save-interval 60 --log-interval 10
 )
 fp8=(--fp8-format hybrid --fp8-recipe tensorwise)
 
