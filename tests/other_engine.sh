@@ -88,9 +88,9 @@ tests=(
   tests/unit/checkpoint/convert/test_against_transformers.py tests/unit/checkpoint/convert/test_megatron_folder.py
   tests/parity/test_layouts.py "--deselect=tests/parity/test_layouts.py::test_layout_follows_one_rank[gpt2"
   tests/parity/test_earlier_version.py
-  tests/distributed/test_checkpoint.py tests/distributed/test_optimizer_shards.py
-  tests/distributed/test_loop.py::test_a_resumed_run_has_the_records_of_the_unbroken_run
-  tests/distributed/test_megatron_core_pitfalls.py tests/both_engines.py
+  # A resume in the layout of the save is in both_engines.py, with the losses and weights of the unbroken run.
+  tests/distributed/test_checkpoint.py::test_resume_in_another_layout_follows_one_rank
+  tests/distributed/test_optimizer_shards.py tests/distributed/test_megatron_core_pitfalls.py tests/both_engines.py
   # Layouts in which megatron-core's versions have faults of their own.
   "tests/parity/test_mixture_layouts.py::test_a_mixture_follows_one_rank[losses-cp2]"
   "tests/parity/test_mixture_layouts.py::test_a_mixture_follows_one_rank[sequence-loss-shared-experts-ep2-tp2-etp1]"

@@ -10,7 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import forked_runs
-from faulty_run import LAYOUTS, STEPS, FaultyRun
+from faulty_run import STEPS, FaultyRun
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -27,13 +27,17 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def unbroken(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, FaultyRun]:
-    """By layout, a run that finished at its first start. Tests must not write to its folder."""
-    runs = {layout: FaultyRun(layout, tmp_path_factory.mktemp("unbroken") / layout, cache) for layout in LAYOUTS}
-    for run in runs.values():
-        ended = run.start()
-        assert set(ended.statuses) == {0}, ended.report()
-        assert run.newest == STEPS
-    return runs
+    """By layout, a run that finished at its first start, when it is asked for. Tests must not write to its folder."""
+
+    class Runs(dict[str, FaultyRun]):
+        def __missing__(self, layout: str) -> FaultyRun:
+            run = self[layout] = FaultyRun(layout, tmp_path_factory.mktemp("unbroken") / layout, cache)
+            ended = run.start()
+            assert set(ended.statuses) == {0}, ended.report()
+            assert run.newest == STEPS
+            return run
+
+    return Runs()
 
 
 @pytest.fixture(scope="session")
