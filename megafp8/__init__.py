@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megafp8.planning.layout_summary import LayoutSummary, plan
     from megafp8.quantization.modules import QuantizedLayers, QuantizedLinear, quantize_model
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "LayoutSummary", "QuantizedLayers", "QuantizedLinear", "plan", "quantize_model", "read_records", "recipes",
 ]  # fmt: skip
