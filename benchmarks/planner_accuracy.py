@@ -72,8 +72,9 @@ def compare(row: Measurement) -> Compared:
 
 def measured_rows(compared: Sequence[Compared]) -> list[tuple[str, ...]]:
     """A header and every measured row."""
-    rows = [("measured on H200", "GPUs", "time", "step ms", "predicted ms", "time error", "memory", "peak GiB",
-             "predicted GiB", "memory error")]  # fmt: skip
+    header = ("measured on H200", "GPUs", "time", "step ms", "predicted ms", "time error", "memory", "peak GiB",
+              "predicted GiB", "memory error")  # fmt: skip
+    rows: list[tuple[str, ...]] = [header]
     for entry in compared:
         row = entry.row
         name = f"{row.name} ({row.note})" if row.note else row.name
@@ -110,7 +111,9 @@ def summary_table(compared: Sequence[Compared]) -> str:
 
 def published_rows(searches: Mapping[Published, LayoutSearch]) -> list[tuple[str, ...]]:
     """A header and every published row."""
-    lines = [("published", "GPUs", "model", "recipe", "tokens/s/GPU", "predicted", "error", "layout taken")]
+    lines: list[tuple[str, ...]] = [
+        ("published", "GPUs", "model", "recipe", "tokens/s/GPU", "predicted", "error", "layout taken")
+    ]
     for row, found in searches.items():
         source = f"{row.source} ({row.role})" if row.role == FIT else row.source
         cells = [source, f"{row.num_gpus} x {row.gpu}", row.model, row.recipe, f"{row.tokens_per_s:.0f}"]
