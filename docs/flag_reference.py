@@ -34,9 +34,8 @@ def group_table(group: str) -> str:
     title, more = flag_help.GROUPS[group]
     link = f" See [{more}]({more})." if more else ""
     rows = [row(setting) for setting in all_settings() if setting.group == group and not setting.former]
-    if group == flag_help.GENERAL:
-        options = flag_help.general_rows(cached_parser())
-        rows = [(f"`{names}`", text, "") for names, text in options] + rows
+    options = flag_help.option_rows(cached_parser(), group)
+    rows = [(f"`{names}`", escaped(text), "none") for names, text in options] + rows
     lines = "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
     return (
         f"\n## {group.capitalize()}\n\n{title[0].upper()}{title[1:]}.{link}\n\n"

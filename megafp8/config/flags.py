@@ -261,13 +261,12 @@ cached_parser = functools.lru_cache(maxsize=1)(build_parser)
 
 def _add_general_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--config", type=path_text, metavar="FILE", help="read settings from this YAML or JSON file, which may also be "
-        "the first word; flags override them (see docs/configs.md)",
+        "--config", type=path_text, metavar="FILE", help="read settings from this YAML or JSON file; it may also be "
+        "the first word, and flags override it (see docs/configs.md)",
     )  # fmt: skip
     parser.add_argument(
-        "--recipe", choices=recipe_values.names(), metavar="NAME", help="recipe of the linear layers with its tested "
-        f"format and options, as defaults of other flags, and --bf16: {', '.join(recipe_values.names())} (see "
-        "docs/recipes.md)",
+        "--recipe", choices=recipe_values.names(), metavar="NAME", help="recipe with its tested options: "
+        f"{', '.join(recipe_values.names())}; sets defaults of other flags, and --bf16 (see docs/recipes.md)",
     )  # fmt: skip
     parser.add_argument(
         "--precision-map", dest="precision_map_file", type=path_text, metavar="FILE",

@@ -61,18 +61,21 @@ OTHER_NAMES = MappingProxyType(
         "performance": "speed",
     }
 )
-COMMON_GENERAL = ("--config", "--dry-run", "--world-size", "--target")
+PRECISION_OPTIONS = ("--recipe", "--precision-map")
+COMMON_OPTIONS = ("--recipe", "--config", "--dry-run", "--world-size", "--target")
+"""Options that are no settings: those of the topic precision, the others being general, and those of the short help."""
 SECTIONS = ("model", "data", "precision", "training", "optimizer", "parallel", "checkpoint", "logging")
 """Sections in the order of the short help."""
 
 USAGE = """\
 usage: megafp8 pretrain --model-preset NAME --data-path PREFIX ... [flags]
+       megafp8 pretrain CONFIG.yaml [flags]
 
 Pretrain a GPT in BF16, FP8 or FP4, on one device or under torchrun, with Megatron-LM's flags.
 """
 EXAMPLES = """\
   megafp8 pretrain --model-preset tiny --seq-length 64 --micro-batch-size 8 --train-iters 50 --lr 1e-3 \\
-    --bf16 --mock-data --tokenizer-type NullTokenizer --vocab-size 255
+    --recipe delayed --mock-data --tokenizer-type NullTokenizer --vocab-size 255
   megafp8 pretrain ... --dry-run --world-size 64 --target h100   # is it right, does it fit, how fast?
 """
 MARKS = {Audience.DEPRECATED: "[deprecated] ", Audience.TESTS: "[for tests and comparisons] "}
@@ -123,11 +126,16 @@ def help_text(topic: str, parser: argparse.ArgumentParser) -> str:
 
 def _short_help(parser: argparse.ArgumentParser) -> str:
     lines = [f"{USAGE}\nexamples:\n{EXAMPLES}"]
-    for section in SECTIONS:
+    for section in (*SECTIONS, GENERAL):
         common = [each for each in _shown() if each.audience is COMMON and each.section == section]
         common.sort(key=lambda each: each.group != section)  # the section's own before those of its base classes
-        lines.append(f"{section}:\n{_table((_names(each, True), _brief(each)) for each in common)}")
-    lines.append(f"{GENERAL}:\n{_table(row for row in general_rows(parser) if row[0].split()[0] in COMMON_GENERAL)}")
+        options = [
+            (names, text.partition(";")[0])
+            for names, text in option_rows(parser, section)
+            if names.split()[0] in COMMON_OPTIONS
+        ]
+        rows = [*options, *((_names(each, True), _brief(each)) for each in common)]
+        lines.append(f"{section}:\n{_table(rows)}")
     counts = Counter(each.group for each in _shown())
     groups = ", ".join(f"{name} ({counts[name]})" for name in GROUPS if name != GENERAL)
     more = f"More: --help GROUP, --help FLAG, or --help-all for all {sum(counts.values())} flags. Groups: {groups}."
@@ -136,9 +144,7 @@ def _short_help(parser: argparse.ArgumentParser) -> str:
 
 def _group_help(group: str, parser: argparse.ArgumentParser) -> str:
     title, page = GROUPS[group]
-    rows = [_row(each) for each in _shown() if each.group == group]
-    if group == GENERAL:
-        rows = [*general_rows(parser), *rows]
+    rows = [*option_rows(parser, group), *(_row(each) for each in _shown() if each.group == group)]
     return f"\n{group}: {title}{f' (docs/{page})' if page else ''}\n{_table(rows)}"
 
 
@@ -151,7 +157,7 @@ def _flag_help(flag: str, parser: argparse.ArgumentParser) -> str:
         facts = "".join(f"  {name:<13}{value}\n" for name, value in flag_facts(found).items())
         text = textwrap.fill(description(found), WIDTH, initial_indent="  ", subsequent_indent="  ")
         return f"{_names(found)}\n{text}\n\n{facts}"
-    if rows := [row for row in general_rows(parser) if flag in row[0].replace(",", "").split()]:
+    if rows := [row for row in option_rows(parser) if flag in row[0].replace(",", "").split()]:
         return _table(rows)
     if new := REPLACED.get(flag):
         return f"{flag} of Megatron-LM is read as {new}\n"
@@ -261,11 +267,12 @@ def _brief(setting: Setting) -> str:
     return complete if default and len(complete) <= WIDTH - COLUMN else text
 
 
-def general_rows(parser: argparse.ArgumentParser) -> list[tuple[str, str]]:
-    """Lines of the options that are no settings."""
+def option_rows(parser: argparse.ArgumentParser, group: Optional[str] = None) -> list[tuple[str, str]]:
+    """Lines of the options that are no settings, all or those of a group."""
     rows = []
     for action in parser._actions:
-        if "." not in action.dest and action.dest != "overrides":
+        own_group = "precision" if action.option_strings[0] in PRECISION_OPTIONS else GENERAL
+        if "." not in action.dest and action.dest != "overrides" and group in (None, own_group):
             value = action.metavar or ("" if action.nargs == 0 else f"{{{','.join(action.choices or ())}}}")
             rows.append((f"{', '.join(action.option_strings)} {value}".strip(), action.help or ""))
     return rows

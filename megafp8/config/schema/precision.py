@@ -27,18 +27,18 @@ class PrecisionConfig:
     fp8_format: Optional[str] = setting(
         None, "train linear layers in FP8; e4m3: all tensors, hybrid: E4M3 for inputs and weights, E5M2 for output "
         "gradients, e5m2: all tensors (emulated only)",
-        choices=FP8_FORMATS, audience=COMMON,
+        choices=FP8_FORMATS,
     )
     fp8_recipe: str = setting(
         registry.DEFAULT_FP8, "FP8 recipe; granularity and computation of the scales",
-        choices=functools.partial(registry.names, "fp8"), audience=COMMON,
+        choices=functools.partial(registry.names, "fp8"),
     )
     fp4_format: Optional[str] = setting(
-        None, "train linear layers in FP4; e2m1: all tensors", choices=FP4_FORMATS, audience=COMMON
+        None, "train linear layers in FP4; e2m1: all tensors", choices=FP4_FORMATS
     )
     fp4_recipe: str = setting(
         registry.DEFAULT_FP4, "FP4 recipe; granularity and computation of the scales",
-        choices=functools.partial(registry.names, "fp4"), audience=COMMON,
+        choices=functools.partial(registry.names, "fp4"),
     )
     fp4_hadamard: bool = setting(
         True, "apply a Hadamard transform to the operands of the wgrad GEMM", off=("--no-fp4-hadamard",), megatron=OWN
