@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Optional, Union
 
 from megafp8.config import megatron_flags
-from megafp8.config.settings import Setting, all_settings, convert_tree, settings_by_key, settings_by_name
+from megafp8.config.settings import Setting, convert_tree, section_names, settings_by_key, settings_by_name
 from megafp8.errors import ConfigError
 from megafp8.utils import strict_yaml
 from megafp8.utils.files import UnreadableFile, read_text
@@ -159,7 +159,7 @@ def _yaml_entries(path: str, root: Any, is_section: bool = False) -> Iterator[Co
     for key, node in root.value:
         name, source = str(key.value), f"{path}:{key.start_mark.line + 1}"
         if isinstance(node, yaml.MappingNode):
-            if is_section or name not in {each.section for each in all_settings()}:
+            if is_section or name not in section_names():
                 raise ConfigError(f"{source}: `{name}` takes a value, not keys of its own")
             yield from _yaml_entries(path, node, is_section=True)
         else:

@@ -13,7 +13,7 @@ import math
 import operator
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Union
 
@@ -150,6 +150,11 @@ def _groups_of(section: type) -> dict[str, str]:
     return {field: vars(base)["GROUP"] for base in bases for field in vars(base)["__annotations__"]}
 
 
+def section_names() -> Set[str]:
+    """The names of the sections."""
+    return {setting.section for setting in all_settings()} - {""}
+
+
 def value_of(config: RunConfig, name: str) -> Any:
     """The value of the setting `name` in `config`."""
     return _reader(name)(config)
@@ -280,7 +285,7 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
 
 
 def _flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
-    sections = {setting.section for setting in all_settings()} - {""}
+    sections = section_names()
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if key in sections and isinstance(value, dict):
