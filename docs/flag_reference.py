@@ -10,7 +10,7 @@ FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER.parent))
 
 from megafp8.config import help as flag_help
-from megafp8.config.flags import cached_parser
+from megafp8.config.flag_parser import cached_parser
 from megafp8.config.settings import Setting, all_settings
 
 PAGE = FOLDER / "flag_reference.md"

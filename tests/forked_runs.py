@@ -26,7 +26,7 @@ from typing import Optional
 import psutil
 from ranks import become_rank, join_gloo
 
-from megafp8.config.flags import cached_parser
+from megafp8.config.flag_parser import cached_parser
 from megafp8.mcore import cpu_patches
 from megafp8.resilience import fault_injection
 from megafp8.utils.process import ENDED_STATES, read_proc_stat

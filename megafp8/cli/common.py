@@ -101,7 +101,7 @@ def system_error_text(error: OSError) -> str:
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser, description: Optional[str] = None) -> None:
     """Add a group of the flags of `megafp8 pretrain` that name a tokenizer."""
-    from megafp8.config.flags import add_setting
+    from megafp8.config.flag_parser import add_setting
     from megafp8.config.settings import settings_by_name
     from megafp8.data.tokenizers.build import TOKENIZER_SETTINGS
 

@@ -68,11 +68,11 @@ def subcommand_parser(name: str) -> argparse.ArgumentParser:
 
 def training_parser() -> argparse.ArgumentParser:
     """Build the parser of training."""
-    from megafp8.config import flags
+    from megafp8.config import flag_parser
     from megafp8.config.model_shapes import PRESETS
     from megafp8.config.settings import settings_by_name
 
-    parser, settings = flags.build_parser(), settings_by_name()
+    parser, settings = flag_parser.build_parser(), settings_by_name()
     for action in parser._actions:
         setting = settings.get(action.dest)
         choices = list(action.choices or (setting.choices if setting else ()))

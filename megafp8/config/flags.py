@@ -1,4 +1,4 @@
-"""Command line of a run. The argparse parser is built from the schema: one group per section, one option per field.
+"""Command line of a run: values from all sources, and all problems.
 
 argparse stops at its first error. To report all problems at once, the command line is split into options (a flag and
 its values), and each is given to argparse separately. The values then override those of other sources.
@@ -12,27 +12,23 @@ import functools
 import itertools
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NoReturn, Optional
+from typing import Any, Optional
 
-from megafp8 import __version__
-from megafp8.config import dimensions, fp8_lm, megatron_flags, model_shapes, recipe_values
+from megafp8.config import fp8_lm, megatron_flags, recipe_values
 from megafp8.config import help as flag_help
-from megafp8.config.schema import AUTO, RunConfig
+from megafp8.config.flag_parser import ACCUMULATED, FlagParser, cached_parser
+from megafp8.config.schema import RunConfig
 from megafp8.config.settings import (
-    Setting,
     all_settings,
     settings_by_flag,
     value_of,
     with_values,
 )
 from megafp8.errors import ConfigError
-from megafp8.recipes import registry
-from megafp8.utils.files import path_text, printable
-from megafp8.utils.numbers import number, whole_number
-from megafp8.utils.suggestions import did_you_mean, one_of, same_name
+from megafp8.utils.suggestions import did_you_mean, same_name
 
 # ---- Values of settings from all sources, in the order in which they override each other ----------------------------
 #     default  <  checkpoint (--use-checkpoint-args)  <  preset  <  --fp8-lm-level  <  --recipe of the file  <  file
@@ -40,9 +36,6 @@ from megafp8.utils.suggestions import did_you_mean, one_of, same_name
 #
 # A --model-preset on the command line replaces the model section of the --config file completely, because a mixture of
 # two model shapes is never intended.
-
-ACCUMULATED = ("overrides", "precision.precision_map")
-"""List settings to which every occurrence adds. Of the others the last occurrence wins."""
 
 
 def merge(
@@ -117,33 +110,10 @@ def _read_precision_map(path: str, problems: list[str]) -> tuple[str, ...]:
         return ()
 
 
-# ---- The table that --list-presets prints ---------------------------------------------------------------------------
-
-
-def preset_table() -> str:
-    """One line for each preset: shape and number of parameters."""
-    lines = [
-        f"{'preset':<18}{'layers':>7}{'hidden':>8}{'heads':>7}{'kv':>5}{'ffn':>8}{'vocabulary':>13}{'parameters':>13}\n"
-    ]
-    for name, values in model_shapes.PRESETS.items():
-        model = with_values(RunConfig(), values).model
-        vocabulary = str(model.vocab_size) if model.vocab_size else "tokenizer's"
-        padded = dimensions.padded_vocab_size(RunConfig(), model.vocab_size or 0)
-        total_millions = model_shapes.count_parameters(model, padded).total / 1e6
-        suffix = "M" if model.vocab_size else "M + vocab"
-        lines.append(
-            f"{name:<18}{model.num_layers:>7}{model.hidden_size:>8}{model.num_attention_heads:>7}"
-            f"{dimensions.num_query_groups(model):>5}{dimensions.ffn_hidden_size(model):>8}{vocabulary:>13}"
-            f"{total_millions:>12,.1f}{suffix}\n"
-        )
-    return "".join(lines)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 
 RECIPE, MAP_FILE = "recipe", "precision_map_file"
 """Options whose values are those of other settings."""
-TARGETS = ("cpu", "h100", "h200", "b200")
 MODEL_PRESET, UNKNOWN = "--model-preset", "unknown flag "
 _MISSING = re.compile(r"\bmissing\b|^no training data|^learned position embeddings need")
 """In problems of a value that is not given."""
@@ -236,113 +206,6 @@ def parse_with_problems(
     return ParsedArgs(config=config, given=given, from_file=from_file, warnings=tuple(warnings), **options), problems
 
 
-# ---- the parser ---------------------------------------------------------------------------------------------------
-
-
-class _Parser(argparse.ArgumentParser):
-    """Argument parser that raises on an error instead of exiting."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The argparse parser of all flags. `config/help.py` writes its help."""
-    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    _add_general_options(parser)
-    for setting in (each for each in all_settings() if not each.former):
-        add_setting(parser, setting)
-    return parser
-
-
-cached_parser = functools.lru_cache(maxsize=1)(build_parser)
-"""The parser, built once: that takes 30 ms. Parsing does not change it."""
-
-
-def _add_general_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--config", type=path_text, metavar="FILE", help="read settings from this YAML or JSON file; it may also be "
-        "the first word, and flags override it (see docs/configs.md)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--recipe", choices=recipe_values.names(), metavar="NAME", help="recipe with its tested options: "
-        f"{', '.join(recipe_values.names())}; sets defaults of other flags, and --bf16 (see docs/recipes.md)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--precision-map", dest="precision_map_file", type=path_text, metavar="FILE",
-        help="YAML file with recipes of linear layers and GEMMs; entries of --precision take precedence (see "
-        "docs/precision.md)",
-    )  # fmt: skip
-    parser.add_argument("--dry-run", action="store_true", help="check all settings, print the plan of the run and exit")
-    parser.add_argument(
-        "--world-size", type=whole_number, metavar="N", help="number of ranks to plan for, with --dry-run"
-    )
-    parser.add_argument(
-        "--target", type=one_of(TARGETS, "machines"), metavar=f"{{{','.join(TARGETS)}}}",
-        help="machine to plan for, with --dry-run",
-    )  # fmt: skip
-    parser.add_argument(
-        "--strict", action="store_true", help="with --dry-run: exit status 1 if the run does not fit into the memory"
-    )
-    parser.add_argument("--list-presets", action=_ListPresets, nargs=0, help="print the model presets and exit")
-    parser.add_argument("-h", "--help", nargs="*", metavar="TOPIC", help="this help, or all about a group or a flag")
-    parser.add_argument("--help-all", action="store_true", help="print all flags and exit")
-    parser.add_argument("--version", action="version", version=f"megafp8 {__version__}")
-
-
-def add_setting(group: Any, setting: Setting) -> None:
-    """Add the flags of a setting to an argparse group. Their `dest` is the setting's `section.field` name."""
-    help_text = flag_help.description(setting).replace("%", "%%")
-    if setting.is_switch:
-        if setting.flags:
-            group.add_argument(*setting.flags, dest=setting.name, action="store_true", help=help_text)
-        if setting.off:
-            off_text = f"disable {setting.flags[0]}" if setting.flags else help_text
-            group.add_argument(*setting.off, dest=setting.name, action="store_false", help=off_text)
-        return
-    options: dict[str, Any] = {
-        "dest": setting.name, "type": _converter(setting), "metavar": flag_help.value_name(setting, brief=True),
-        "help": flag_help.complete_text(setting, with_choices=True).replace("%", "%%"),
-    }  # fmt: skip
-    if setting.many:
-        options.update(nargs="+", action="extend" if setting.name in ACCUMULATED else "store")
-    group.add_argument(*setting.flags, **options)
-
-
-def _converter(setting: Setting) -> Callable[[str], Any]:
-    converters: dict[type, Callable[[str], Any]] = {float: number, int: whole_number, str: str}
-    convert, known = converters[setting.type], [str(choice) for choice in setting.choices]
-    # `none` lets a flag reset what a --config file or a preset gives.
-    words = ({"none": None} if setting.optional else {}) | ({"auto": AUTO} if setting.auto else {})
-
-    def read(text: str) -> Any:
-        if text in words:
-            return words[text]
-        value = convert(same_name(text, known) or text)
-        if hint := registry.family_hint(text, setting.choices):
-            raise argparse.ArgumentTypeError(hint)
-        if setting.choices and value not in setting.choices:
-            near = did_you_mean(text, known)
-            raise argparse.ArgumentTypeError(
-                f"invalid choice: {text!r}{near} (choose from {', '.join([*known, *words])})"
-            )
-        if problem := setting.problem(value):
-            raise argparse.ArgumentTypeError(f"{printable(text)} {problem}".strip())
-        if setting.auto and value == AUTO:
-            raise argparse.ArgumentTypeError(f"{text} must be at least 1, or auto")
-        return value
-
-    return read
-
-
-class _ListPresets(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        from megafp8.config.flags import preset_table
-
-        sys.stdout.write(preset_table())
-        raise SystemExit(0)
-
-
 # ---- one option at a time -----------------------------------------------------------------------------------------
 
 
@@ -407,7 +270,7 @@ def _read_option(
 @functools.cache
 def _parser_of(action: argparse.Action) -> argparse.ArgumentParser:
     """A parser of one flag. argparse goes through all flags of a parser whenever it parses one."""
-    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser = FlagParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser._add_action(copy.copy(action))
     return parser
 

@@ -28,6 +28,7 @@ SHARED_MODULES = {
     "progress_display",
     "command_flags",
     "goodput_flags",
+    "built_in_data",
 }
 
 

@@ -14,7 +14,8 @@ from forked_runs import ROOT, prepare, run_forked
 from forked_script import run_script
 from safetensors import safe_open
 
-from megafp8.config import flags, settings
+from megafp8.config import settings
+from megafp8.config.flag_parser import cached_parser
 from megafp8.recipes import registry
 
 CHANNELS = ROOT / "tests" / "unit" / "recipes" / "channels.py"
@@ -45,7 +46,7 @@ def registered() -> Iterator[None]:
 
 def clear() -> None:
     registry.clear_cache()
-    for cached in (settings.all_settings, settings.settings_by_name, flags.cached_parser):
+    for cached in (settings.all_settings, settings.settings_by_name, cached_parser):
         cached.cache_clear()
 
 

@@ -98,7 +98,9 @@ def known_flags() -> set[str]:
     for parser in parsers:  # also those of subcommands of a subcommand, which this appends
         nested = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
         parsers += [each for action in nested for each in action.choices.values()]
+    texts = (parser.format_help() for parser in parsers)  # examples there name flags of other programs
     of_commands = {flag for parser in parsers for flag in parser._option_string_actions}
+    of_commands |= {flag for text in texts for flag in FLAG.findall(text)}
     return of_commands | set(settings_by_flag()) | TORCHRUN_FLAGS | TEST_FLAGS
 
 

@@ -8,7 +8,7 @@ from rule_examples import BASE, EXAMPLES, TABLES
 
 from megafp8.config import rules
 from megafp8.config.features import has_feature
-from megafp8.config.flags import build_parser
+from megafp8.config.flag_parser import build_parser
 from megafp8.config.layer_backends import EMULATED
 from megafp8.config.rules.base import UNSUPPORTED_SETTINGS
 from megafp8.config.schema import RunConfig

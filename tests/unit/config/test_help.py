@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megafp8.config import flags, help
+from megafp8.config.flag_parser import cached_parser
 from megafp8.config.schema.setting import COMMON, DEPRECATED, TESTS
 from megafp8.config.settings import all_settings
 from megafp8.errors import ConfigError
@@ -21,7 +22,7 @@ FLAG = re.compile(r"^  (--[a-z0-9-]+)", re.MULTILINE)
 
 
 def shown(topic: str) -> str:
-    return help.help_text(topic, flags.cached_parser())
+    return help.help_text(topic, cached_parser())
 
 
 def printed(*argv: str) -> str:

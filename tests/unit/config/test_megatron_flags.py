@@ -5,7 +5,8 @@ import re
 import pytest
 
 from megafp8.config import megatron_flags
-from megafp8.config.flags import build_parser, parse, parse_with_problems
+from megafp8.config.flag_parser import build_parser
+from megafp8.config.flags import parse, parse_with_problems
 from megafp8.config.megatron_flags import REPLACED, tables
 from megafp8.config.settings import settings_by_name
 from megafp8.errors import ConfigError

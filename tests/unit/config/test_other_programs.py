@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.config import flags, megatron_flags
+from megafp8.config import megatron_flags
+from megafp8.config.flag_parser import build_parser
 from megafp8.config.settings import settings_by_flag
 from megafp8.utils.strict_yaml import read_yaml
 
@@ -16,7 +17,7 @@ LAUNCHER_FLAGS = {"--gpus-per-node", "--nproc-per-node"}
 
 
 def test_every_entry_names_flags_that_exist_and_no_name_is_a_flag() -> None:
-    known = flags.build_parser()._option_string_actions.keys() | LAUNCHER_FLAGS
+    known = build_parser()._option_string_actions.keys() | LAUNCHER_FLAGS
     rows = read_yaml(TABLE, as_written=True)
     names = [name for row in rows for name in row["names"].split()]
     assert len(names) == len(set(names))
