@@ -70,7 +70,7 @@ def test_a_recipe_without_a_finished_run_has_a_row(pair) -> None:
     assert {row.name: row.verdict for row in comparison.recipes[2:]} == {"mxfp8": "not decided", "nvfp4": "beyond"}
     text = tables.to_text(comparison)
     cells = {line.split()[0]: line.split() for line in text.splitlines()[4:8]}
-    assert cells["mxfp8"][1:] == ["0/2", "-", "-", "not", "decided", "-"]
+    assert cells["mxfp8"][1:] == ["0/2", "-", "-", "not", "decided", "-", "-"]
     assert cells["nvfp4"][1] == "0/1" and "beyond" in cells["nvfp4"]
     content = json.loads(tables.to_json(comparison))
     assert content["recipes"][2]["validation_loss"] is None and content["recipes"][2]["num_missing"] == 2
