@@ -57,9 +57,9 @@ def test_python_blocks_run(block: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_is_of_a_kind_that_a_test_reads(page: str) -> None:
-    """Commands, YAML, Python, or output, which has no language."""
+    """Commands, YAML, Python, or output, which has no language. `tests/reproducers.py` runs that of upstream.md."""
     found = BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
-    python = {"python"} if page == "docs/api.md" else set()
+    python = {"python"} if page in ("docs/api.md", "docs/dev/upstream.md") else set()
     assert {language for language, _ in found} <= {"bash", "yaml", ""} | python
     outputs = [text for language, text in found if not language]
     # "megafp8 0.1.0 | run folder" is output, "megafp8 plan" a command.
