@@ -27,6 +27,7 @@ import os
 import queue
 import random
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -42,8 +43,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FIRST_SET = ROOT / "tests" / "first_set.txt"
-ENVIRONMENT = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 Statement = tuple[str, int]
+
+
+def environment(tree: Path, **others: str) -> dict[str, str]:
+    """The variables of a pytest that tests a copy of the project, without GPUs."""
+    paths = [str(tree), str(tree / "tests"), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""} | others
 
 
 def statements(tree: ast.AST) -> Iterator[ast.stmt]:
@@ -356,11 +362,10 @@ def caught(tests: list[TimedTest], tree: Path, limit_s: float) -> tuple[bool, fl
         return False, 0.0, ""
     (tree / "mutant_tests").write_text("\n".join(names))
     command = [sys.executable, "-m", "pytest", "-xq", "-W", "ignore", "-p", "no:cacheprovider", "@mutant_tests"]
-    environment = os.environ | {"PYTHONPATH": f"{tree}:{tree}/tests", "CUDA_VISIBLE_DEVICES": ""}
     start = time.monotonic()
     try:
         done = subprocess.run(
-            command, cwd=tree, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            command, cwd=tree, env=environment(tree), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             timeout=120 + 5 * total,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
@@ -418,6 +423,17 @@ def choose(count: int, seed: int, executed: set[Statement]) -> tuple[list[Mutant
     return chosen, len(order) - len(chosen)
 
 
+def copy_project(tree: Path) -> None:
+    """A clone of the last commit, or a copy of the files where there is no repository. Some tests look for `.venv`."""
+    if (ROOT / ".git").exists():
+        clone = ["git", "clone", "--quiet", "--shared", "--config", "advice.detachedHead=false", ROOT, tree]
+        subprocess.run(clone, check=True)
+    else:
+        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".venv", "runs", "__pycache__"))
+    if (ROOT / ".venv").exists():
+        (tree / ".venv").symlink_to(ROOT / ".venv")
+
+
 def run(arguments: argparse.Namespace) -> None:
     """Judge the mutants that have no line of output yet, and print the shares."""
     maps, output = Path(arguments.map), Path(arguments.output)
@@ -435,9 +451,7 @@ def run(arguments: argparse.Namespace) -> None:
     def work(number: int) -> None:
         tree = Path(arguments.trees) / str(number)
         if not tree.exists():
-            clone = ["git", "clone", "--quiet", "--shared", "--config", "advice.detachedHead=false", ROOT, tree]
-            subprocess.run(clone, check=True)
-            (tree / ".venv").symlink_to(ROOT / ".venv")  # some tests look for it
+            copy_project(tree)
         while True:
             try:
                 mutant = waiting.get_nowait()
@@ -473,7 +487,7 @@ def record(arguments: argparse.Namespace) -> None:
             waiting.put(modules[first : first + size])
 
     def work(number: int) -> None:
-        environment = os.environ | ENVIRONMENT | {"MUTANTS_MAP": str(maps.resolve())}
+        variables = environment(ROOT, MUTANTS_MAP=str(maps.resolve()))
         command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider", "-p", "mutants"]
         while True:
             try:
@@ -481,7 +495,7 @@ def record(arguments: argparse.Namespace) -> None:
             except queue.Empty:
                 return
             with (maps / f"log{number}").open("a") as log:
-                subprocess.run([*command, *modules], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+                subprocess.run([*command, *modules], cwd=ROOT, env=variables, stdout=log, stderr=subprocess.STDOUT)
             print(f"{time.strftime('%H:%M:%S')} {' '.join(path.stem for path in modules)}", flush=True)
 
     parallel(arguments.jobs, work)
