@@ -70,7 +70,8 @@ SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         "megafp8 plan": SMALL_PLAN,
         "megafp8 supervise": SUPERVISED,
         "megafp8 run-comparison": {
-            "bf16,tensorwise,mxfp8": "bf16,tensorwise", "--seeds 3": "--seeds 1", "FLAGS": FLAGS
+            "bf16,tensorwise,mxfp8": "bf16,tensorwise", "--seeds 3": "--seeds 1",
+            END: f"-- {FLAGS}",
         },
         "megafp8 compare": {
             "runs/bf16": "runs/recipes/bf16/seed*", "runs/fp8": "runs/recipes/tensorwise/seed*"

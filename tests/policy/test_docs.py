@@ -172,7 +172,7 @@ def test_the_readme_has_training_commands() -> None:
 
 
 def test_the_recipe_table_agrees_with_the_code() -> None:
-    rows = table_rows((ROOT / "README.md").read_text(encoding="utf-8"), "`--fp8-recipe`")
+    rows = table_rows((ROOT / "README.md").read_text(encoding="utf-8"), "`--recipe`")
     recipes = {row[0].split("`")[1]: row[2:] for row in rows if row[0].startswith("`")}
     choices = (settings_by_name()[f"precision.{name}"].choices for name in ("fp8_recipe", "fp4_recipe"))
     assert set(recipes) == {recipe for some in choices for recipe in some}
