@@ -162,7 +162,7 @@ def verdict_text(
 
 def chosen_text(choices: Sequence[Choice]) -> str:
     """The settings that megafp8 chose, one a line."""
-    return section("chosen: settings without a flag", [f"{flag} {value} ({reason})" for flag, value, reason in choices])
+    return section("chosen: settings without a flag", [f"{each.flag} {each.value} ({each.reason})" for each in choices])
 
 
 def vocabulary_size(config: RunConfig) -> int:
