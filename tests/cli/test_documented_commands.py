@@ -123,7 +123,7 @@ SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         "megafp8 run-comparison --recipes bf16,delayed": {
             "--seeds 3": "--seeds 1", "--train-iters 1000": SHORT
         },
-        "megafp8 run-comparison --recipes bf16,bf16-control": {"--seeds 3": "--seeds 1", "FLAGS": FLAGS},
+        "megafp8 run-comparison --recipes bf16,bf16-control,delayed": {"--seeds 3": "--seeds 1", "FLAGS": FLAGS},
         "megafp8 compare runs/bf16": {"runs/bf16": "runs/mine/bf16/seed*", "runs/fp8": "runs/mine/delayed/seed*"},
     },
     "docs/data.md": {

@@ -72,6 +72,8 @@ RUN_FILES = {
     "comparison.md",
     "logs/watchdog/",
 }
+MOST_WORDS_FOR_USERS = 30_000
+NOT_FOR_USERS = {"architecture.md", "flag_reference.md"}
 MOST_FILES_TO_READ, MOST_LINES_TO_READ = 35, 7000
 WORLD_SIZE = 1
 # Functions with the problems of a CUDA graph, as they begin an error.
@@ -253,6 +255,15 @@ def test_the_core_is_read_in_an_afternoon() -> None:
 
 def test_the_readme_is_one_page() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 1000
+
+
+def test_user_pages_are_short_and_have_no_evidence() -> None:
+    """Words without tables' bars and commands. Generated pages and those of developers do not count."""
+    pages = [path for path in DOCS if path.parent.name != "dev" and path.name not in NOT_FOR_USERS]
+    texts = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *pages)}
+    assert [name for name, text in texts.items() if "NOT RUN" in text or "`tests/" in text] == []
+    words = re.sub(r"```.*?```|\|", " ", "\n".join(texts.values()), flags=re.DOTALL).split()
+    assert len(words) <= MOST_WORDS_FOR_USERS
 
 
 def test_the_index_has_every_page() -> None:
