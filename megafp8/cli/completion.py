@@ -75,7 +75,8 @@ def training_parser() -> argparse.ArgumentParser:
     parser, settings = flag_parser.build_parser(), settings_by_name()
     for action in parser._actions:
         setting = settings.get(action.dest)
-        choices = list(action.choices or (setting.choices if setting else ()))
+        named = getattr(action.type, "names", ())
+        choices = list(action.choices or named or (setting.choices if setting else ()))
         if action.dest == "model.model_preset":
             choices = list(PRESETS)
         if choices:

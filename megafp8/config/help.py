@@ -73,9 +73,9 @@ usage: megafp8 pretrain --model-preset NAME --data-path PREFIX ... [flags]
 
 Pretrain a GPT in BF16, FP8 or FP4, on one device or under torchrun, with Megatron-LM's flags.
 """
-EXAMPLES = """\
+EXAMPLES = f"""\
   megafp8 pretrain --model-preset tiny --seq-length 64 --micro-batch-size 8 --train-iters 50 --lr 1e-3 \\
-    --recipe delayed --mock-data --tokenizer-type NullTokenizer --vocab-size 255
+    --recipe {registry.DEFAULT_FP8} --mock-data --tokenizer-type NullTokenizer --vocab-size 255
   megafp8 pretrain ... --dry-run --world-size 64 --target h100   # is it right, does it fit, how fast?
 """
 MARKS = {Audience.DEPRECATED: "[deprecated] ", Audience.TESTS: "[for tests and comparisons] "}

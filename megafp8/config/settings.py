@@ -318,7 +318,7 @@ def _convert_one(setting: Setting, value: Any) -> Any:
         raise ValueError(f"{value!r} is not of type {setting.type.__name__}")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{value} is not a finite number")
-    if hint := registry.family_hint(value, setting.choices):
+    if hint := registry.family_hint(str(value), setting.choices):
         raise ValueError(hint)
     if setting.choices and value not in setting.choices:
         raise ValueError(f"{value!r} is not one of {', '.join(map(str, setting.choices))}")

@@ -33,7 +33,9 @@ def problems(parallel: ParallelConfig, kind: str, device: str) -> list[str]:
     return []
 
 
-def choose(parallel: ParallelConfig, kind: str, num_replicas: int) -> tuple[dict[str, bool], Optional[tuple[str, ...]]]:
+def choose(
+    parallel: ParallelConfig, kind: str, num_replicas: int
+) -> tuple[dict[str, bool], Optional[tuple[str, str, str]]]:
     """Register buffers where weights are gathered beside the forward pass, unless the flag decides.
 
     Args:

@@ -264,7 +264,7 @@ def _ranks_that_share(config: RunConfig, world_size: int) -> int:
 
 def _nccl_buffers(config: RunConfig, target: Target, world_size: int) -> tuple[Values, list[Choice]]:
     values, choice = nccl_buffers.choose(config.parallel, target.kind, _ranks_that_share(config, world_size))
-    return dict(values), [] if choice is None else [Choice(*choice, is_detail=True)]
+    return dict(values), [] if choice is None else [Choice(*choice, True)]
 
 
 def _cross_entropy(config: RunConfig, target: Target, world_size: int) -> tuple[Values, list[Choice]]:

@@ -53,6 +53,7 @@ def one_of(known: Iterable[str], kind: str) -> Callable[[str], str]:
             raise argparse.ArgumentTypeError(f"{text}{did_you_mean(text, names)} (known {kind}: {', '.join(names)})")
         return name
 
+    read.names = names  # for the completion of shells
     return read
 
 

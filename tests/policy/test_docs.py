@@ -56,7 +56,7 @@ ACCELERATE_FLAGS = {
 }  # fmt: skip
 # Of pip, docker and others, in docs/install.md.
 INSTALL_FLAGS = {
-    "--no-build-isolation", "--index-url", "--force-reinstall", "--no-deps", "--no-cache-dir", "--rm", "--gpus",
+    "--no-build-isolation", "--force-reinstall", "--no-deps", "--no-cache-dir", "--rm", "--gpus",
     "--ipc", "--shm-size", "--python", "--gres",
 }  # fmt: skip
 # Made by a run, not shipped.

@@ -109,7 +109,7 @@ def python(machine: Machine) -> Iterator[DoctorResult]:
     """A supported version of Python."""
     version = dotted(machine.python)
     if not versions.PYTHON_FROM <= machine.python[:2] < versions.PYTHON_BELOW:
-        fix = "install Python 3.11 or 3.12, then: . tools/setup_venv.sh"
+        fix = "install Python 3.11 or 3.12 (docs/install.md)"
         yield error(f"{version}: megafp8 needs {versions.PYTHONS}", fix)
     elif (3, 11) <= machine.python < (3, 11, 4):
         yield warning(

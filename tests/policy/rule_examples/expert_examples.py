@@ -47,7 +47,7 @@ EXAMPLES = {
     "expert_ranks_divide_the_experts": (
         MIXTURE | {"parallel.expert_model_parallel_size": 3},
         3,
-        "use --expert-model-parallel-size 1, or 6 experts",
+        "use --expert-model-parallel-size 2, or another model with 6 experts",
     ),
     "expert_ranks_divide_the_world": (
         MIXTURE | {"parallel.expert_model_parallel_size": 4},

@@ -66,7 +66,7 @@ def test_a_correct_machine_has_no_findings(machine: Machine) -> None:
 
 
 CASES = {
-    "python": ({"python": (3, 14, 0)}, ERROR, "Python", "3.14.0: megafp8 needs 3.10 to 3.13", "setup_venv.sh"),
+    "python": ({"python": (3, 14, 0)}, ERROR, "Python", "3.14.0: megafp8 needs 3.10 to 3.13", "docs/install.md"),
     "an early Python 3.11": ({"python": (3, 11, 3)}, WARNING, "Python", "3.11.3: Python 3.11.0 to 3.11.3", "3.11.4"),
     "torch is missing": (
         {"packages": without(CPU, "torch"), "torch_version": None,
