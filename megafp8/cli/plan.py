@@ -23,7 +23,7 @@ from megafp8.cli.command_flags import add_flags, argument, float_flag, int_flag,
 from megafp8.cli.common import Parser, build_command_parser, returns_exit_status
 from megafp8.cli.goodput_flags import add_goodput_flags, build_inputs, goodput_problems
 from megafp8.errors import ConfigError
-from megafp8.utils.suggestions import one_of
+from megafp8.utils.suggestions import NameType
 
 if TYPE_CHECKING:
     from megafp8.config.flags import ParsedArgs
@@ -57,7 +57,7 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
         argument(
             "--gpu",
             "kind of GPU (default: h200)",
-            type=one_of(GPU_NAMES, "GPUs"),
+            type=NameType(tuple(GPU_NAMES), "GPUs"),
             default="h200",
             metavar=f"{{{','.join(GPU_NAMES)}}}",
         ),

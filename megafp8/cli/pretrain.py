@@ -35,7 +35,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         validated = check_command_line(sys.argv[1:] if argv is None else argv)
         if validated.invocation.dry_run:
             from megafp8.device.platform import rank
-            from megafp8.planning.dry_run import DOES_NOT_FIT, describe_run
+            from megafp8.planning.dry_run import describe_run
+            from megafp8.planning.fit import DOES_NOT_FIT
 
             if rank() == 0:
                 text = describe_run(validated)

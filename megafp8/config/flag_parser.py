@@ -17,7 +17,7 @@ from megafp8.errors import ConfigError
 from megafp8.recipes import registry
 from megafp8.utils.files import path_text, printable
 from megafp8.utils.numbers import number, whole_number
-from megafp8.utils.suggestions import did_you_mean, one_of, same_name
+from megafp8.utils.suggestions import NameType, did_you_mean, same_name
 
 ACCUMULATED = ("overrides", "precision.precision_map")
 """List settings to which every occurrence adds. Of the others the last occurrence wins."""
@@ -63,7 +63,7 @@ def _add_general_options(parser: argparse.ArgumentParser) -> None:
         "--world-size", type=whole_number, metavar="N", help="number of ranks to plan for, with --dry-run"
     )
     parser.add_argument(
-        "--target", type=one_of(TARGETS, "machines"), metavar=f"{{{','.join(TARGETS)}}}",
+        "--target", type=NameType(tuple(TARGETS), "machines"), metavar=f"{{{','.join(TARGETS)}}}",
         help="machine to plan for, with --dry-run",
     )  # fmt: skip
     parser.add_argument(

@@ -10,6 +10,7 @@ import argparse
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Optional
 
 SIMILARITY = 0.8
@@ -40,21 +41,23 @@ def did_you_mean(text: str, known: Iterable[str], count: int = 1, similarity: fl
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
-def one_of(known: Iterable[str], kind: str) -> Callable[[str], str]:
+@dataclass(frozen=True)
+class NameType:
     """argparse `type` of a name in any case: `known GPUs: h100, h200` for another one.
 
-    Args:
+    Attributes:
+        names: the known names, which shells complete.
         kind: of the names, in the plural.
     """
-    names = list(known)
 
-    def read(text: str) -> str:
-        if (name := same_name(text, names)) is None:
-            raise argparse.ArgumentTypeError(f"{text}{did_you_mean(text, names)} (known {kind}: {', '.join(names)})")
+    names: tuple[str, ...]
+    kind: str
+
+    def __call__(self, text: str) -> str:
+        if (name := same_name(text, self.names)) is None:
+            near = did_you_mean(text, self.names)
+            raise argparse.ArgumentTypeError(f"{text}{near} (known {self.kind}: {', '.join(self.names)})")
         return name
-
-    read.names = names  # for the completion of shells
-    return read
 
 
 def unknown_keys(
