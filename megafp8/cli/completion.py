@@ -17,6 +17,7 @@ from argcomplete.completers import ChoicesCompleter
 from argcomplete.lexers import split_line
 
 from megafp8.cli.subcommands import SUBCOMMANDS
+from megafp8.utils.suggestions import NameType
 
 # They take all flags of training, beside their own or after `--`.
 WITH_TRAINING_FLAGS = ("build-index", "plan", "plot-schedule", "pretrain")
@@ -58,12 +59,20 @@ def subcommand_parser(name: str) -> argparse.ArgumentParser:
     if training and name in WITHOUT_OWN_FLAGS:
         return training
     own = importlib.import_module(f"megafp8.cli.{name.replace('-', '_')}").build_parser()
+    for action in own._actions:
+        if names := names_of(action):
+            action.completer = ChoicesCompleter(names)  # type: ignore[attr-defined]
     if training is None:
         return own
     for action in own._actions:
         if not set(action.option_strings) & set(training._option_string_actions):  # --help, --version
             training._add_action(action)
     return training
+
+
+def names_of(action: argparse.Action) -> tuple[str, ...]:
+    """The names that the value of a flag may have in any case."""
+    return action.type.names if isinstance(action.type, NameType) else ()
 
 
 def training_parser() -> argparse.ArgumentParser:
@@ -75,8 +84,7 @@ def training_parser() -> argparse.ArgumentParser:
     parser, settings = flag_parser.build_parser(), settings_by_name()
     for action in parser._actions:
         setting = settings.get(action.dest)
-        named = getattr(action.type, "names", ())
-        choices = list(action.choices or named or (setting.choices if setting else ()))
+        choices = list(action.choices or names_of(action) or (setting.choices if setting else ()))
         if action.dest == "model.model_preset":
             choices = list(PRESETS)
         if choices:
