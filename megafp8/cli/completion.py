@@ -61,7 +61,7 @@ def subcommand_parser(name: str) -> argparse.ArgumentParser:
     own = importlib.import_module(f"megafp8.cli.{name.replace('-', '_')}").build_parser()
     for action in own._actions:
         if names := names_of(action):
-            action.completer = ChoicesCompleter(names)  # type: ignore[attr-defined]
+            action.completer = ChoicesCompleter(dict.fromkeys(names, ""))
     if training is None:
         return own
     for action in own._actions:
