@@ -254,7 +254,7 @@ def test_one_lucky_seed_does_not_decide_a_sweep() -> None:
     best = [cell for cell in report.cells if cell.is_best]
     assert len(best) == 10 and all(len(cell.seeds) == 3 for cell in best)
     assert report.axis(COMPUTE).laws[1].floor.low is not None
-    (note,) = [note for note in report.notes if note.startswith("passed over")]
+    (note,) = [note for note in report.notes if note.startswith("Left out, because another")]
     assert "fp8, 9e-3, 100,000 parameters, 1,000,000 tokens (0.1000 with 1 of 3 seeds, not " in note
     assert note in warnings(report)
 
