@@ -1,4 +1,4 @@
-"""The commands in the bash blocks of documents, as a reader copies them."""
+"""The commands in the bash blocks of documents, as a reader copies them, and the Python blocks of tutorials."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCS = sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/dev").glob("*.md")])
+DOCS = sorted(path for folder in ("docs", "docs/dev", "docs/tutorials") for path in (ROOT / folder).glob("*.md"))
 PAGES = ("README.md", "CONTRIBUTING.md", *(path.relative_to(ROOT).as_posix() for path in DOCS))
-BASH_BLOCK = re.compile(r"```bash\n(.*?)```", re.DOTALL)
+BLOCK = re.compile(r"```(bash|python)\n(.*?)```", re.DOTALL)
 COMMENT = re.compile(r"(^|\s+)#.*$")
 
 
@@ -19,7 +19,7 @@ class Command:
     """One command, with its continued lines joined and its comment removed.
 
     Attributes:
-        block: number of its block in the document, from 1.
+        block: number of its block among the bash and Python blocks of the document, from 1.
         text: as the shell takes it.
     """
 
@@ -29,10 +29,21 @@ class Command:
 
 def commands_in(document: Path) -> Iterator[Command]:
     """The commands of a document, in order."""
-    for number, block in enumerate(BASH_BLOCK.findall(document.read_text(encoding="utf-8")), 1):
+    for number, block in _blocks_of(document, "bash"):
         for line in re.sub(r"\\\n\s*", "", block).splitlines():
             if text := COMMENT.sub("", line).strip():
                 yield Command(number, text)
+
+
+def python_of(document: Path) -> dict[int, str]:
+    """The Python blocks of a document by their numbers."""
+    return dict(_blocks_of(document, "python"))
+
+
+def _blocks_of(document: Path, language: str) -> Iterator[tuple[int, str]]:
+    for number, (found, block) in enumerate(BLOCK.findall(document.read_text(encoding="utf-8")), 1):
+        if found == language:
+            yield number, block
 
 
 def lay_out(folder: Path) -> None:

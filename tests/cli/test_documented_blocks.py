@@ -26,6 +26,7 @@ TAKEN_BY = {
     "docs/from_megatron_lm.md": [f"launcher/slurm.py {FILE} --dry-run"],
     "docs/launching.md": [f"launcher/slurm.py {FILE} --dry-run"] * 2,
     "docs/precision.md": [f"pretrain_gpt.py {TRAINING} --precision-map {FILE} --dry-run"],
+    "docs/tutorials/megatron_to_slurm.md": [f"launcher/slurm.py {FILE} --dry-run"],
     "docs/scaling_studies.md": [
         f"launcher/scaling_study.py {FILE} --dry-run",
         f"launcher/scaling_study.py {FILE} --dry-run --slurm",
@@ -57,9 +58,12 @@ def test_python_blocks_run(block: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_is_of_a_kind_that_a_test_reads(page: str) -> None:
-    """Commands, YAML, Python, or output, which has no language. `tests/reproducers.py` runs that of upstream.md."""
+    """Commands, YAML, Python, or output, which has no language. `tests/reproducers.py` runs that of upstream.md.
+
+    Python of tutorials runs with their commands."""
     found = BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
-    python = {"python"} if page in ("docs/api.md", "docs/dev/upstream.md") else set()
+    has_python = page in ("docs/api.md", "docs/dev/upstream.md") or page.startswith("docs/tutorials/")
+    python = {"python"} if has_python else set()
     assert {language for language, _ in found} <= {"bash", "yaml", ""} | python
     outputs = [text for language, text in found if not language]
     # "megafp8 0.1.0 | run folder" is output, "megafp8 plan" a command.

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from documented_commands import PAGES, Command, commands_in, lay_out
+from documented_commands import PAGES, Command, commands_in, lay_out, python_of
 from forked_python import forked_python
 from forked_runs import ROOT
-from hf_folders import LLAMA, random_weights, write_hf_folder
+from hf_folders import FAMILY_MODELS, LLAMA, random_weights, write_hf_folder
 from small_run import TOKENS
 
 from megafp8.data.preprocessing.tokenizer_training import train_tokenizer
@@ -39,6 +39,7 @@ FLAGS = (
     "--vocab-size 255"
 )
 RANKS = {"torchrun --nproc-per-node 8": "torchrun --standalone --nproc-per-node 2"}
+ONE_QWEN = FAMILY_MODELS["qwen2"] | {"model_type": "qwen2", "vocab_size": 300, "num_hidden_layers": 1}
 ONE_LLAMA = LLAMA | {"vocab_size": 300, "num_hidden_layers": 1, "rope_theta": 500_000.0}
 SMALL_PLAN = {"llama3-70b --gpus 512": "llama-1b --gpus 2", END: "--scaling 2 4"}
 SUPERVISED = RANKS | {"FLAGS": f"{FLAGS} --save runs/supervised --load runs/supervised"}
@@ -164,6 +165,23 @@ SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         "megafp8 pretrain --model-preset tiny": {END: f"{SHAPE} --seq-length 32 {SHORT} --save-interval 2"},
     },
     "docs/recipes.md": {"megafp8 pretrain --model-preset tiny": {END: SHORT}},
+    "docs/tutorials/compare_recipes.md": {
+        "megafp8 run-comparison --recipes bf16,tensorwise,nvfp4 --seeds 3": {
+            "bf16,tensorwise,nvfp4 --seeds 3": "bf16,nvfp4 --seeds 2",
+            END: "-- --train-iters 4 --eval-interval 2 --eval-iters 1",
+        },
+    },
+    "docs/tutorials/hugging_face.md": {
+        "megafp8 preprocess": {END: "--workers 1"},
+        "megafp8 pretrain": {END: f"{SHORT} --seq-length 32 --eval-interval 2"},
+        "megafp8 evaluate": {"20000": "500"},
+    },
+    "docs/tutorials/megatron_to_slurm.md": {
+        "megafp8 plan": {
+            "llama3-8b --gpus 64": "llama-1b --gpus 2", "--global-batch-size 512": "--global-batch-size 8",
+            END: "--scaling 2",
+        },
+    },
     "docs/scaling_studies.md": {
         "megafp8 corpus": {END: "--max-bytes 200000"},
         "megafp8 preprocess": {END: "--workers 1"},
@@ -223,6 +241,7 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
         "installs packages",
     )
     | dict.fromkeys(("docker", "enroot", "apptainer"), "needs the program and a registry"),
+    "docs/tutorials/hugging_face.md": {"hf download": "needs a network"},
     "docs/dev/reliability_internals.md": {
         "python -m pytest tests/faults": TESTS,
         "python -m pytest tests/faults --long": TESTS,
@@ -250,19 +269,27 @@ def give_texts(folder: Path) -> None:
     subprocess.run(["gzip", str(folder / "more/text.jsonl")], check=True)
 
 
-def give_llama(folder: Path) -> None:
-    """A model of transformers under the name that docs/hugging_face.md converts, and text."""
+def give_model(folder: Path, name: str, config: Mapping[str, object]) -> None:
+    """A folder of transformers under the name that a page converts, with random weights, and text."""
     write_text(folder / "data/mine.jsonl")
-    theirs = write_hf_folder(folder / "Meta-Llama-3-8B", ONE_LLAMA, random_weights(ONE_LLAMA, torch.bfloat16))
+    theirs = write_hf_folder(folder / name, config, random_weights(config, torch.bfloat16))
     train_tokenizer([str(folder / "data/mine.jsonl")], str(folder / "bpe"), vocab_size=300, model_type="byte-bpe")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(folder / "bpe" / name, theirs)
 
 
-def give_job(folder: Path) -> None:
-    """The job file that docs/from_megatron_lm.md shows."""
-    text = (ROOT / "docs/from_megatron_lm.md").read_text(encoding="utf-8")
+def give_job(folder: Path, page: str = "docs/from_megatron_lm.md") -> None:
+    """The job file that a page shows."""
+    text = (ROOT / page).read_text(encoding="utf-8")
     (folder / "llama3_8b.yaml").write_text(text.split("```yaml\n")[1].split("```")[0], encoding="utf-8")
+
+
+def give_script(folder: Path) -> None:
+    """The launch script and the job file that docs/tutorials/megatron_to_slurm.md shows."""
+    page = "docs/tutorials/megatron_to_slurm.md"
+    script = (ROOT / page).read_text(encoding="utf-8").split("```\n")[1]
+    (folder / "train_llama3_8b.sbatch").write_text(script, encoding="utf-8")
+    give_job(folder, page)
 
 
 def give_study(folder: Path) -> None:
@@ -282,9 +309,11 @@ GIVEN: Mapping[str, Callable[[Path], None]] = {
     "docs/from_megatron_lm.md": give_job,
     "docs/generate_evaluate.md": lambda folder: write_text(folder / "data/text.jsonl"),
     "docs/getting_started.md": lambda folder: write_text(folder / "data/text.jsonl"),
-    "docs/hugging_face.md": give_llama,
+    "docs/hugging_face.md": lambda folder: give_model(folder, "Meta-Llama-3-8B", ONE_LLAMA),
     "docs/data.md": give_texts,
     "docs/scaling_studies.md": give_study,
+    "docs/tutorials/hugging_face.md": lambda folder: give_model(folder, "Qwen2.5-0.5B", ONE_QWEN),
+    "docs/tutorials/megatron_to_slurm.md": give_script,
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -311,16 +340,20 @@ def script_of(page: str) -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    shorter, not_run, blocks = SHORTER.get(page, {}), NOT_RUN.get(page, {}), []
-    for _, commands in groupby(commands_in(ROOT / page), lambda command: command.block):
+    shorter, not_run, blocks = SHORTER.get(page, {}), NOT_RUN.get(page, {}), {}
+    for number, commands in groupby(commands_in(ROOT / page), lambda command: command.block):
         lines = [
             shortened(command.text, shorter.get(entry_of(command, shorter) or "", {}), port)
             for command in commands
             if entry_of(command, not_run) is None
         ]
-        blocks.append("(\n" + "\n".join(lines or [":"]) + "\n)\n")
+        blocks[number] = "(\n" + "\n".join(lines or [":"]) + "\n)\n"
+    if page.startswith("docs/tutorials/"):  # their Python goes on with what the commands made
+        for number, block in python_of(ROOT / page).items():
+            blocks[number] = f"cat > block{number}.py <<'PYTHON'\n{block}PYTHON\npython block{number}.py\n"
     # The console command of an installation. tests/cli/test_wheel.py tests the real one.
-    return 'set -ex\nmegafp8() { python -m megafp8.cli.main "$@"; }\n' + "".join(blocks)
+    start = 'set -ex\nmegafp8() { python -m megafp8.cli.main "$@"; }\n'
+    return start + "".join(blocks[number] for number in sorted(blocks))
 
 
 @pytest.fixture(scope="module")
