@@ -60,6 +60,8 @@ FLAGS = {
     f"{DATA} c_text_document --tokenizer-type HuggingFaceTokenizer --tokenizer-model meta-llama/Llama-3.1-8B": (
         64, "hf download meta-llama/Llama-3.1-8B tokenizer.json tokenizer_config.json --local-dir Llama-3.1-8B"
     ),
+    f"pretrain {SHAPE} {STEPS} --mock-data --tokenizer-type HuggingFaceTokenizer --tokenizer-model /gone --dry-run "
+    "--world-size 1 --target h100": (66, "nor a folder with one. A dry run for another machine does without it if"),
     f"{RUN} --load meta-llama/Llama-3.1-8B": (64, "then megafp8 convert from-hf Llama-3.1-8B models/Llama-3.1-8B"),
     f"{RUN} --load qwen": (74, "qwen is a Hugging Face model. Convert it: megafp8 convert from-hf qwen models/qwen"),
     f"{RUN} --pretrained-checkpoint qwen": (74, "Convert it: megafp8 convert from-hf qwen models/qwen"),

@@ -59,6 +59,11 @@ INSTALL_FLAGS = {
     "--no-build-isolation", "--force-reinstall", "--no-deps", "--no-cache-dir", "--rm", "--gpus",
     "--ipc", "--shm-size", "--python", "--gres",
 }  # fmt: skip
+# Of sbatch and srun, in docs/tutorials/megatron_to_slurm.md.
+SLURM_FLAGS = {
+    "--job-name", "--signal", "--requeue", "--cpu-bind", "--kill-on-bad-exit", "--container-image", "--nodes",
+    "--ntasks-per-node", "--gpus-per-node", "--nproc-per-node",
+}  # fmt: skip
 # Made by a run, not shipped.
 RUN_FILES = {
     "records.jsonl",
@@ -129,7 +134,7 @@ def test_files_exist(path: Path) -> None:
 @each_document
 def test_flags_of_documents_are_known(path: Path, known_flags: set[str]) -> None:
     mentioned = set(FLAG.findall(path.read_text(encoding="utf-8"))) - ACCELERATE_FLAGS - LM_EVAL_FLAGS - HUB_FLAGS
-    others = mentioned - known_flags - BENCHMARK_FLAGS - INSTALL_FLAGS - set(megatron_flags.REPLACED)
+    others = mentioned - known_flags - BENCHMARK_FLAGS - INSTALL_FLAGS - SLURM_FLAGS - set(megatron_flags.REPLACED)
     unknown = [flag for flag in others if megatron_flags.classify(flag, []) is None]
     assert unknown == []
 

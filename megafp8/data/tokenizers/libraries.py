@@ -17,7 +17,7 @@ from megafp8.data.tokenizers.library_calls import NoEndOfDocument, library_call,
 from megafp8.errors import CapabilityError, ConfigError, DataError
 from megafp8.utils import strict_json
 from megafp8.utils.files import UnreadableFile, file_sha256
-from megafp8.utils.suggestions import download_command
+from megafp8.utils.suggestions import hub_hint
 
 # Megatron's splitting patterns (--tiktoken-pattern).
 TIKTOKEN_PATTERNS = {
@@ -151,9 +151,10 @@ class HuggingFaceTokenizer(_TokenizersTokenizer):
         tokenizers = load_library("tokenizers", "HuggingFaceTokenizer")
         path = Path(model)
         if not path.exists():
+            hint = hub_hint(model, "tokenizer.json", "tokenizer_config.json")
             raise DataError(
-                f"--tokenizer-model {model} is neither a tokenizer.json nor a folder with one. Download a tokenizer of "
-                f"the Hugging Face Hub first: {download_command(model, 'tokenizer.json', 'tokenizer_config.json')}"
+                f"--tokenizer-model {model} is neither a tokenizer.json nor a folder with one{hint}. A dry run for "
+                "another machine does without it if it is given --vocab-size"
             )
         only_sentencepiece = (path / "tokenizer.model").is_file() and not (path / "tokenizer.json").exists()
         path = path / ("tokenizer.model" if only_sentencepiece else "tokenizer.json") if path.is_dir() else path
