@@ -17,6 +17,8 @@ SIMILARITY = 0.8
 """Least ratio of `difflib` of a suggestion. `max-steps` and `max-crashes` have 0.7."""
 PREFIX_CHARS = 4
 """Least length of a text of which a suggestion is a longer form, as `tensorwise` is of `tensor`."""
+LOCAL_FOLDERS = ("checkpoints", "data", "models", "runs")
+"""First parts of paths that are no owners on the Hugging Face hub, even where the folder does not exist."""
 
 
 def same_name(text: str, known: Iterable[str]) -> Optional[str]:
@@ -93,7 +95,9 @@ def hub_hint(name: str, *files: str) -> str:
     Args:
         files: to download; none: all.
     """
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name) or os.path.isdir(os.path.dirname(name)):
+    owner = name.partition("/")[0]
+    is_local = owner in LOCAL_FOLDERS or os.path.isdir(owner)
+    if is_local or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
         return ""
     return f": to fetch it from the Hugging Face hub, {download_command(name, *files)}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megafp8.utils.strict_yaml import key_lines
-from megafp8.utils.suggestions import closest, did_you_mean, same_name, unknown_keys
+from megafp8.utils.suggestions import closest, did_you_mean, hub_hint, same_name, unknown_keys
 
 
 @pytest.mark.parametrize(
@@ -39,3 +39,8 @@ def test_unknown_keys_of_a_file_have_lines_and_the_known_keys_are_listed_once() 
         "j.yaml:4: unknown key 'zone'",
         "j.yaml:5: unknown key 'use_fp8'; use recipe",
     ]
+
+
+def test_a_download_is_proposed_for_names_of_the_hub_only() -> None:
+    assert "hf download owner/model config.json --local-dir model" in hub_hint("owner/model", "config.json")
+    assert [hub_hint(path) for path in ("/data/llama3", "./llama3", "data/llama3", "a/b/c")] == [""] * 4
