@@ -42,7 +42,7 @@ STEP_2 = [
     "before_step", "phase step", "step.begin", "step.after_backward", "step.before_update", "before_update",
     "step.after_update",
     "after_step", "record step", "phase what follows step",
-    "phase evaluation batch", "phase what follows step", "record quantization", "record eval",
+    "record quantization", "phase evaluation batch", "phase what follows step", "record eval",
     "phase save", "save.begin", "record event checkpoint saved", "save.end", "phase what follows step",
 ]  # fmt: skip
 BAD = [
@@ -55,8 +55,8 @@ STEP_4 = [
     "before_step", "phase step", "step.begin", "step.after_backward", "step.before_update", "before_update",
     "step.after_update",
     "after_step", "record step", "phase what follows step",
-    "phase what follows step",  # a validation that the signal ends before its first batch
     "record quantization",
+    "phase what follows step",  # a validation that the signal ends before its first batch
     "phase save", "save.begin", "record event checkpoint saved", "save.end", "phase what follows step",
 ]  # fmt: skip
 END = ["record event skipped", "record event stopped", "record event health", "close"]
