@@ -50,7 +50,8 @@ def _add_general_options(parser: argparse.ArgumentParser) -> None:
         "the first word, and flags override it (see docs/configs.md)",
     )  # fmt: skip
     parser.add_argument(
-        "--recipe", choices=recipe_values.names(), metavar="NAME", help="recipe with its tested options: "
+        "--recipe", type=NameType(recipe_values.names(), "recipes"), metavar="NAME",
+        help="recipe with its tested options: "
         f"{', '.join(recipe_values.names())}; sets defaults of other flags, and --bf16 (see docs/recipes.md)",
     )  # fmt: skip
     parser.add_argument(

@@ -29,6 +29,8 @@ FLAGS = {
     "pretrain": (64, "--lr is missing: the peak learning rate, for example 3e-4"),
     f"{RUN} --fp8-recipee delayed": (64, "did you mean --fp8-recipe?"),
     f"{RUN} --fp8-format hybrid --fp8-recipe tensor": (64, "did you mean tensorwise?"),
+    f"{RUN} --recipe tensor": (64, "--recipe: tensor; did you mean tensorwise? (known recipes: "),
+    f"{RUN} --use_fp8": (64, "use --recipe tensorwise, or another recipe"),
     f"{RUN} --bf16 --fp16": (64, "--bf16"),
     f"{RUN} --global-batch-size 3": (64, "--global-batch-size 4"),
     f"{RUN} --bf16 --fp8-format hybrid --ffn-hidden-size 200": (64, "--ffn-hidden-size 208"),

@@ -96,4 +96,4 @@ def test_a_recipe_of_the_other_family_says_what_to_write(line: str, name: str, f
 
 def test_the_names_are_those_of_the_registry() -> None:
     assert recipe_values.names() == ("bf16", *registry.names())
-    assert "invalid choice" in problems_of("--recipe fp8")[0]
+    assert "--recipe: fp8 (known recipes: bf16, " in problems_of("--recipe fp8")[0]
