@@ -123,9 +123,7 @@ def test_tables_have_recipes_and_runs(three_recipes) -> None:
     text, markdown = tables.to_text(comparison), tables.to_markdown(comparison)
     assert re.search(r"fp8 +3 +3.0667 +\+2.00% +-0.48% to \+4.48% +within ", text) and "fp8/seed2" in text
     assert "bound 6%" in text and "within: the complete 95% interval" in text
-    assert (
-        sum(line.startswith("|") for line in markdown.splitlines()) == 3 * 2 + 3 + 2 + 9
-    )
+    assert sum(line.startswith("|") for line in markdown.splitlines()) == 3 * 2 + 3 + 2 + 9
 
 
 def test_unknown_baselines_are_reported(three_recipes) -> None:

@@ -18,7 +18,7 @@ def prefix(tmp_path: Path) -> str:
     (tmp_path / "tok.model").write_bytes(b"x")
     manifest = ShardManifest(
         tokenizer=None, json_key="text", append_eod=True, dtype="uint16", num_documents=1, num_sequences=1,
-        num_tokens=1, bin_bytes=2, bin_sha256="", idx_bytes=2, idx_sha256="",
+        num_tokens=1, bin_bytes=2, bin_sha256="", idx_bytes=2, idx_sha256="", sources=[],
         tokenizer_settings={"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": str(tmp_path / "tok.model")},
     )  # fmt: skip
     (tmp_path / "c.manifest.json").write_text(json.dumps(asdict(manifest)))
