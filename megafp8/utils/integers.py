@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 
 _WORD = 1 << 32
+MOST_PARTS = 1 << 14
+"""Parts that are tried. A wrong flag may ask for 10^18."""
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -18,7 +20,7 @@ def fitting_size(size: int, *amounts: int) -> int:
     A divisor of a parallel size divides the number of ranks that it was chosen for.
     """
     common = math.gcd(*amounts)
-    return max(range(1, size + 1), key=lambda parts: (common % parts == 0, size % parts == 0 and parts > 1, parts))
+    return max(range(1, min(size, MOST_PARTS) + 1), key=lambda parts: (common % parts == 0, size % parts == 0 and parts > 1, parts))
 
 
 def numpy_seed(*numbers: int) -> int | list[int]:
