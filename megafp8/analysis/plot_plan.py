@@ -109,10 +109,13 @@ def _draw_stacks(
 
 
 def _label_counts(axes: Axes, by_count: Mapping[int, PlannedLayout]) -> None:
-    axes.set_xticks(range(len(by_count)), [count_text(count) for count in by_count])
+    axes.set_xticks(range(len(by_count)), [count_text(count) for count in by_count], fontsize=8)
     axes.set_xlabel("GPUs")
 
 
 def _label_layouts(axes: Axes, layouts: Sequence[PlannedLayout]) -> None:
-    names = [layout.name.replace(", ", "\n").replace(" VPP", "\nVPP").replace(" DP", "\nDP") for layout in layouts]
-    axes.set_xticks(range(len(layouts)), names, fontsize=9)
+    names = [
+        layout.name.replace(", ", "\n").replace(" VPP", "\nVPP").replace(" DP", "\nDP").replace("micro batch", "MBS")
+        for layout in layouts
+    ]
+    axes.set_xticks(range(len(layouts)), names, fontsize=8)
