@@ -32,7 +32,7 @@ WRITERS = {
     "compare": "{run} {other} --output-dir {out}",
     "report": "{run} {other} --output-dir {out}",
     "plot-statistics": "{run} --output-dir {out}",
-    "inspect-quantization": "normal:8x8 --output-dir {out}",
+    "inspect-quantization": "normal:16x16 --output-dir {out}",
     "inspect-shards": "{shard} --plot {out}/lengths.png",
     "merge-shards": "--input {shard} {shard}2 --output-prefix {out}/joined",
     "corpus": "--output {out}/text.jsonl --folder {modules}",
