@@ -48,7 +48,7 @@ def _blocks_of(document: Path, language: str) -> Iterator[tuple[int, str]]:
 
 def lay_out(folder: Path) -> None:
     """The project's folder as commands name it, with everything that the setup needs."""
-    for name in ("configs", "examples", "launcher", "benchmarks", "pretrain_gpt.py"):
+    for name in ("configs", "examples", "launcher", "benchmarks", "docs", "pretrain_gpt.py"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "tools").mkdir()
     for path in (ROOT / "tools").iterdir():

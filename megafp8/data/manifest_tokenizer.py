@@ -8,8 +8,6 @@ from megafp8.config.data_blend import parse_blend
 from megafp8.config.rules.base import shards_by_flag
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import settings_by_name, with_values
-from megafp8.data.shards import load_manifest, manifest_path
-from megafp8.data.tokenizers.build import TOKENIZER_PATHS, TOKENIZER_SETTINGS
 from megafp8.errors import DataError
 
 
@@ -22,6 +20,10 @@ def with_tokenizer_of_shards(config: RunConfig, warnings: list[str], problems: l
         warnings: to which the flags that it stands for are added.
         problems: to which a tokenizer that is not here is added.
     """
+    # numpy, which they import, must come after torch: where memory is lacking, OpenBLAS would end the process.
+    from megafp8.data.shards import load_manifest, manifest_path
+    from megafp8.data.tokenizers.build import TOKENIZER_PATHS, TOKENIZER_SETTINGS
+
     if any(getattr(config.data, name) is not None for name in ("tokenizer_type", *TOKENIZER_PATHS)):
         return config
     try:
