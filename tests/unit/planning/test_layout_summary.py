@@ -39,7 +39,7 @@ def test_given_settings_are_not_searched() -> None:
     [
         ({"gpu": "a1000"}, "gpu 'a1000' is not known; known are"),
         ({"gpus": 0}, "gpus 0: must be at least 1"),
-        ({"recipe": "fp5"}, "'fp5'"),
+        ({"recipe": "fp5"}, "fp5 (known recipes: bf16"),
         ({"seq_len": 5}, "--seq-length"),
         ({"model": "llama3-405b"}, "llama3-405b does not fit on 2 x H100: the smallest layout needs"),
     ],
