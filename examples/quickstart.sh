@@ -12,7 +12,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-runs/quickstart}
-echo "The quickstart takes about 4 minutes on two CPU cores, of which the installation in .venv takes 1. It needs 1.6 GB of"
+echo "The quickstart takes 4 to 8 minutes on two CPU cores, of which the installation in .venv takes 1. It needs 1.6 GB of"
 echo "disk with a CPU build of torch; with a build for CUDA, several GB and the time to download them."
 PIP_COMPILE=0 . tools/setup_venv.sh # what is never imported needs no bytecode, which would take a minute
 
