@@ -20,7 +20,10 @@ def fitting_size(size: int, *amounts: int) -> int:
     A divisor of a parallel size divides the number of ranks that it was chosen for.
     """
     common = math.gcd(*amounts)
-    return max(range(1, min(size, MOST_PARTS) + 1), key=lambda parts: (common % parts == 0, size % parts == 0 and parts > 1, parts))
+    return max(
+        range(1, min(size, MOST_PARTS) + 1),
+        key=lambda parts: (common % parts == 0, size % parts == 0 and parts > 1, parts),
+    )
 
 
 def numpy_seed(*numbers: int) -> int | list[int]:
