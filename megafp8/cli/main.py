@@ -46,13 +46,13 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     if words == ["--version"]:
         print(f"megafp8 {__version__}")
         return 0
-    from difflib import get_close_matches
+    from megafp8.utils.suggestions import did_you_mean  # here: a subcommand does not need it
 
     if not words:
         problem = "which subcommand? See megafp8 --help"
     else:
-        near = get_close_matches(name, SUBCOMMANDS)
-        problem = f"{words[0]}: no such subcommand; " + (f"did you mean {' or '.join(near)}?" if near else "see --help")
+        near = did_you_mean(name, SUBCOMMANDS, count=3, similarity=0.6)
+        problem = f"{words[0]}: no such subcommand{near or '; see --help'}"
     print(f"megafp8: {problem}", file=sys.stderr)
     return ConfigError.exit_status
 

@@ -7,7 +7,6 @@ that are no settings.
 from __future__ import annotations
 
 import argparse
-import difflib
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from megafp8.config.schema.setting import COMMON, OWN, Audience
 from megafp8.config.settings import Setting, all_settings
 from megafp8.errors import ConfigError
 from megafp8.recipes import registry
+from megafp8.utils.suggestions import closest
 
 WIDTH, COLUMN = 100, 40
 NO_LIMIT = 1e12  # limits of numbers from here on only keep arithmetic safe
@@ -119,7 +119,7 @@ def help_text(topic: str, parser: argparse.ArgumentParser) -> str:
     if found := [each for each in _shown() if any(words in flag for flag in (*each.flags, *each.off))]:
         return f"flags with {words!r}:\n{_table(map(_row, found))}"
     flags = (flag.strip("-") for each in _shown() for flag in (*each.flags, *each.off))
-    near = difflib.get_close_matches(words, [*flags, *GROUPS, *OTHER_NAMES], n=1)
+    near = closest(words, [*flags, *GROUPS, *OTHER_NAMES], similarity=0.6)
     hint = f"did you mean --help {near[0]}?" if near else f"groups: {', '.join(GROUPS)}"
     raise ConfigError(f"--help {topic}: no flag and no group of flags; {hint}")
 

@@ -23,6 +23,7 @@ from megafp8.errors import ConfigError
 from megafp8.recipes import registry
 from megafp8.utils.files import UnreadableFile, path_problem, printable
 from megafp8.utils.strict_json import parse_json
+from megafp8.utils.suggestions import closest
 
 
 @dataclass(frozen=True)
@@ -328,9 +329,7 @@ def _convert_one(setting: Setting, value: Any) -> Any:
 
 
 def _suggestion(name: str) -> str:
-    import difflib  # here, because --help imports this module
-
-    near = difflib.get_close_matches(name, settings_by_name(), n=1)
+    near = closest(name, settings_by_name(), similarity=0.6)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

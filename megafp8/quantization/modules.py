@@ -8,7 +8,6 @@ megatron-core nor process groups.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import hashlib
 from collections import Counter
@@ -30,6 +29,7 @@ from megafp8.quantization.linear_plan import LinearPlan
 from megafp8.quantization.nvfp4 import RoundingNoise
 from megafp8.recipes import registry
 from megafp8.recipes.base import LinearRecipe, Recipe
+from megafp8.utils.suggestions import did_you_mean
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OUTPUT_LAYERS = ("lm_head",)  # names of the output layer in transformers' models
@@ -314,9 +314,8 @@ def check_options(recipe: str, format: Optional[str], options: Mapping[str, Any]
         problems.append(f"format {format!r}: recipe {recipe} has {', '.join(found.formats)}")
     for name, value in options.items():
         if name not in found.option_names:
-            near = difflib.get_close_matches(name, [*found.option_names, "recipe", "format", "seed"], n=1)
             known = ", ".join(found.option_names) or "no options"
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(name, [*found.option_names, "recipe", "format", "seed"], similarity=0.6)
             problems.append(f"{name!r} is no option of recipe {recipe}, which has {known}{hint}")
             continue
         setting = settings_by_name()[f"precision.{name}"]
