@@ -36,13 +36,11 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         if validated.invocation.dry_run:
             from megafp8.device.platform import rank
             from megafp8.planning.dry_run import describe_run
-            from megafp8.planning.fit import DOES_NOT_FIT
 
             if rank() == 0:
-                text = describe_run(validated)
-                print(text)
-                does_not_fit = any(line.startswith(DOES_NOT_FIT) for line in text.splitlines())
-                return int(validated.invocation.strict and does_not_fit)
+                run = describe_run(validated)
+                print(run.text)
+                return int(validated.invocation.strict and not run.fits)
         else:
             from megafp8.training.pretrain import run_training
             from megafp8.utils.best_effort import best_effort

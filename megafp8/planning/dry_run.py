@@ -12,7 +12,7 @@ import importlib.util
 import os
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, NamedTuple, Optional
 
 from megafp8 import __version__
 from megafp8.config import derived, dimensions, iterations, mixture, model_shapes, multi_token, precision_map, topology
@@ -27,7 +27,7 @@ from megafp8.config.topology import layout_of
 from megafp8.data.tokenizers.build import build_tokenizer
 from megafp8.device.capability import Target
 from megafp8.device.gpus import find_gpu
-from megafp8.planning.fit import DOES_NOT_FIT, fp8_warnings, memory_verdict
+from megafp8.planning.fit import MemoryVerdict, fp8_warnings, memory_verdict
 from megafp8.planning.host_memory import checkpoint_memory, host_memory_text
 from megafp8.planning.mixture_time import exchanged_bytes
 from megafp8.planning.muon_cost import muon_lines
@@ -93,8 +93,19 @@ SIZE_SETTINGS = ("training.micro_batch_size", "training.micro_batch_size_memory_
 DATA_PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 
 
-def describe_run(validated: ValidatedRun) -> str:
-    """The text of a dry run.
+class DryRun(NamedTuple):
+    """The text of a dry run, and whether the run fits, as far as that is known.
+
+    Attributes:
+        fits: also True for a device whose memory the planner does not know.
+    """
+
+    text: str
+    fits: bool
+
+
+def describe_run(validated: ValidatedRun) -> DryRun:
+    """Describe a run that is not started.
 
     Builds megatron-core's configuration objects, so that its checks run as well. The one of the precision-aware
     optimizer needs Transformer Engine, and is built only if that is installed here.
@@ -123,12 +134,13 @@ def describe_run(validated: ValidatedRun) -> str:
         build_optimizer_config(config, implementation)
     vocab_size = dimensions.padded_vocab_size(config, vocabulary_size(config))
     choices = [*chosen_settings(config, target, implementation), *validated.choices]
-    verdict = verdict_text(config, target, implementation, vocab_size, world_size)
+    verdict = find_verdict(config, target, implementation, vocab_size, world_size)
+    fits = verdict is None or verdict.fits
     checkpoints, saved = checkpoint_text(config, validated, vocab_size)
     details = "" if is_verbose else "; --verbose prints all settings, ranks and GEMMs"
     sections = [
         f"megafp8 {__version__} | dry run{details}",
-        *filter(None, [verdict]),
+        *([verdict.text] if verdict else []),
         *([settings_text(listed, validated.invocation.given)] if is_verbose else []),
         model_text(config),
         layout_text(config, target, implementation, world_size),
@@ -137,9 +149,7 @@ def describe_run(validated: ValidatedRun) -> str:
         *mixture_text(config, world_size),
         *muon_lines(config, world_size),
         memory_text(config, vocab_size, world_size, implementation, target, saved),
-        NO_SPEED
-        if verdict.startswith(DOES_NOT_FIT)
-        else speed_text(config, target, implementation, vocab_size, world_size),
+        speed_text(config, target, implementation, vocab_size, world_size) if fits else NO_SPEED,
         data_text(config),
         checkpoints,
         precision_text(config, implementation),
@@ -147,16 +157,16 @@ def describe_run(validated: ValidatedRun) -> str:
         *warning_lines(validated),
         *warning_text(config, target, implementation, vocab_size, world_size),
     ]
-    return ("\n\n" if is_verbose else "\n").join(sections)
+    return DryRun(("\n\n" if is_verbose else "\n").join(sections), fits)
 
 
-def verdict_text(
+def find_verdict(
     config: RunConfig, target: Target, implementation: LayerBackend, vocab_size: int, world_size: int
-) -> str:
-    """Whether the run fits into the memory of its GPUs; empty for a device that the planner does not know."""
+) -> Optional[MemoryVerdict]:
+    """Whether the run fits into the memory of its GPUs; None for a device that the planner does not know."""
     gpu = find_gpu(target.name)
     if gpu is None or not implementation.has_step_time_model:
-        return ""
+        return None
     return memory_verdict(PlannedRun(config=config, gpu=gpu, world_size=world_size, padded_vocab=vocab_size))
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megafp8.config import derived, iterations, mixture, model_shapes, rules
 from megafp8.config.layer_backends import TRANSFORMER_ENGINE
@@ -118,28 +119,33 @@ def fp8_warnings(run: PlannedRun) -> list[str]:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-FITS, DOES_NOT_FIT = "fits", "does not fit"
-"""Beginnings of a verdict."""
+class MemoryVerdict(NamedTuple):
+    """Whether a run fits into the memory of its GPUs, and the line that says so."""
+
+    fits: bool
+    text: str
 
 
-def memory_verdict(run: PlannedRun) -> str:
+def memory_verdict(run: PlannedRun) -> MemoryVerdict:
     """Whether a run fits, with the memory of a GPU; and the first suggestion that suffices if it does not."""
     limit_bytes = int(run.gpu.memory_bytes * (1 - FREE_MEMORY_FRACTION))
     needed, has = needed_bytes(run, run.config), gib(run.gpu.memory_bytes)
     if needed <= limit_bytes:
-        return f"{FITS}: {gib(needed)} of {has} GiB a GPU"
+        return MemoryVerdict(True, f"fits: {gib(needed)} of {has} GiB a GPU")
     problem = (
-        f"{DOES_NOT_FIT}: needs {gib(needed)} GiB a GPU, {run.gpu.name} has {has}, less {FREE_MEMORY_FRACTION:.0%} for "
+        f"does not fit: needs {gib(needed)} GiB a GPU, {run.gpu.name} has {has}, less {FREE_MEMORY_FRACTION:.0%} for "
         "fragments"
     )
     for values in suggestions(run):
         changed = with_values(run.config, values)
         if not rules.setting_problems(changed, run.world_size) and needed_bytes(run, changed) <= limit_bytes:
             named = settings_by_name()
-            return f"{problem}; try {' '.join(named[name].as_flag(value) for name, value in values.items())}"
+            tried = " ".join(named[name].as_flag(value) for name, value in values.items())
+            return MemoryVerdict(False, f"{problem}; try {tried}")
     preset = run.config.model.model_preset
     model, others = (f" --model-preset {preset}", "") if preset else ("", " and the flags of the model")
-    return f"{problem}; try megafp8 plan{model} --gpus {run.world_size} --gpu {run.gpu.name}{others}"
+    plan = f"megafp8 plan{model} --gpus {run.world_size} --gpu {run.gpu.name}{others}"
+    return MemoryVerdict(False, f"{problem}; try {plan}")
 
 
 def needed_bytes(run: PlannedRun, config: RunConfig) -> int:

@@ -56,7 +56,7 @@ def test_an_example_is_a_valid_script_and_a_plan_that_fits(example: Path, launch
     data = ["--data-path", f"{tmp_path}/text", "--tokenizer-type", "NullTokenizer", "--vocab-size", "50303"]
     for words in job.commands:
         planned = [*words, *data, "--dry-run", "--world-size", str(job.world_size), "--target", target]
-        text = describe_run(check(*flags.parse_with_problems(planned)))
+        text = describe_run(check(*flags.parse_with_problems(planned))).text
         assert f"layout: {job.world_size} x {target}, transformer_engine layers" in text
         assert len(text.splitlines()) < 60
         needed = [float(line.partition("GiB")[0].split()[-1]) for line in text.splitlines() if " stage: " in line]

@@ -21,7 +21,7 @@ MOMENTS = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dty
 
 
 def verdict(words: str, world_size: int = 1) -> str:
-    text = describe_run(check(*flags.parse_with_problems(f"{words} {RUN} --world-size {world_size}".split())))
+    text = describe_run(check(*flags.parse_with_problems(f"{words} {RUN} --world-size {world_size}".split()))).text
     lines = text.splitlines()
     assert ("speed: not predicted (the run does not fit)" in lines) == lines[1].startswith("does not fit: ")
     return lines[1]
