@@ -152,7 +152,9 @@ def _accumulation(config: RunConfig, target: Target, world_size: int) -> tuple[V
     """Off with FSDP2: there is no buffer with complete gradients to which linears could add."""
     if not config.parallel.use_torch_fsdp2 or not config.precision.gradient_accumulation_fusion:
         return {}, []
-    choice = Choice("--no-gradient-accumulation-fusion", "on", "FSDP2 has no buffer with complete gradients", True)
+    choice = Choice(
+        "--no-gradient-accumulation-fusion", "on", "FSDP2 has no buffer with complete gradients", is_detail=True
+    )
     return {"precision.gradient_accumulation_fusion": False}, [choice]
 
 
@@ -264,7 +266,7 @@ def _ranks_that_share(config: RunConfig, world_size: int) -> int:
 
 def _nccl_buffers(config: RunConfig, target: Target, world_size: int) -> tuple[Values, list[Choice]]:
     values, choice = nccl_buffers.choose(config.parallel, target.kind, _ranks_that_share(config, world_size))
-    return dict(values), [] if choice is None else [Choice(*choice, True)]
+    return dict(values), [] if choice is None else [Choice(*choice, is_detail=True)]
 
 
 def _cross_entropy(config: RunConfig, target: Target, world_size: int) -> tuple[Values, list[Choice]]:
@@ -276,7 +278,9 @@ def _cross_entropy(config: RunConfig, target: Target, world_size: int) -> tuple[
         fused = _has_te_layers(config, target) and not precision.deterministic_mode
         kernel = kernel or ("te" if fused else None)
         choices = (
-            [Choice("--cross-entropy-loss-fusion", str(kernel), "Transformer Engine's layers", True)] if fused else []
+            [Choice("--cross-entropy-loss-fusion", str(kernel), "Transformer Engine's layers", is_detail=True)]
+            if fused
+            else []
         )
     values = {"cross_entropy_loss_fusion": fused, "cross_entropy_fusion_impl": kernel or "native"}
     return {f"precision.{name}": value for name, value in values.items()}, choices
@@ -312,7 +316,9 @@ def _evaluation_graph(config: RunConfig, target: Target, world_size: int) -> tup
     has_both = config.training.eval_iters > 0 and derived.uses_cuda_graph(config)
     if not has_both or world_size > 1 or next(evaluation_graph_problems(config), None):
         return {name: False}, []
-    return {name: True}, [Choice("--cuda-graph-evaluation", "on", "the steps are a CUDA graph on one GPU", True)]
+    return {name: True}, [
+        Choice("--cuda-graph-evaluation", "on", "the steps are a CUDA graph on one GPU", is_detail=True)
+    ]
 
 
 def _expert_kernels(config: RunConfig, target: Target, world_size: int) -> tuple[Values, list[Choice]]:
