@@ -15,6 +15,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Optional
 
 import pytest
@@ -57,16 +58,21 @@ def no_gloo_in_this_process() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options for the long tests and for the snapshots of generated files."""
-    parser.addoption("--long", action="store_true", help="also run the tests that take minutes")
+    """Options for more tests and for the snapshots of generated files."""
+    parser.addoption("--all-cases", action="store_true", help="also run the cases of tests/more_cases.txt")
+    parser.addoption("--long", action="store_true", help="also run the tests that take minutes, and --all-cases")
     parser.addoption("--write-snapshots", action="store_true", help="take the scripts that come out for right")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip the long tests without their option, and GPU tests on a machine without a GPU."""
+    is_long, all_cases = (config.getoption(option) for option in ("--long", "--all-cases"))
+    more = set((Path(__file__).parent / "more_cases.txt").read_text(encoding="utf-8").splitlines())
     for item in items:
-        if item.get_closest_marker("long") and not config.getoption("--long"):
+        if item.get_closest_marker("long") and not is_long:
             item.add_marker(pytest.mark.skip(reason="takes minutes: --long"))
+        if item.nodeid in more and not (is_long or all_cases):
+            item.add_marker(pytest.mark.skip(reason="repeats another case: --all-cases"))
     if torch.cuda.is_available():
         return
     for item in items:

@@ -4,11 +4,11 @@
     python tests/mutants.py costs                         CPU seconds and lines of each test module
     python tests/mutants.py run --jobs 2 --count 100      each mutant: the first set, then the other tests of its line
 
-`map` runs the complete suite once, with a mark in every statement of the package. `run` changes a line in a clone of
-the last commit and runs the tests that execute it, cheapest module first, up to the first failure. Both continue where
-they were interrupted. `run` writes a JSON line for each mutant. It prints how many of those that the complete suite
-catches the first set catches, and how many lines were drawn that no test executes, such as GPU-only ones. Tests started
-by a new interpreter leave no marks, and a test counts as failed after a time limit, so use a quiet machine.
+`map` runs all tests once (`--all-cases`), with a mark in every statement of the package. `run` changes a line in a
+clone of the last commit and runs the tests that execute it, cheapest module first, up to the first failure. Both
+continue where they were interrupted. `run` writes a JSON line for each mutant. It prints how many of those that all
+tests catch the first set catches, and how many lines were drawn that no test executes, such as GPU-only ones. Tests
+started by a new interpreter leave no marks, and a test counts as failed after a time limit, so use a quiet machine.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FIRST_SET = ROOT / "tests" / "first_set.txt"
+MORE_CASES = ROOT / "tests" / "more_cases.txt"
+PYTEST = (sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider", "--all-cases")
 Statement = tuple[str, int]
 
 
@@ -310,12 +312,19 @@ class TimedTest:
     seconds: float
 
     @property
-    def is_first(self) -> bool:
-        """Whether it is in the first set."""
+    def set(self) -> str:
+        """`first`: the first set; `others`: what `tests/run.sh --all` adds; `more`: what `--all-cases` adds to that."""
         taken, left_out = first_set()
-        return (self.module in taken or any(self.module.startswith(f"{path}/") for path in taken)) and (
-            self.module not in left_out
-        )
+        is_taken = self.module in taken or any(self.module.startswith(f"{path}/") for path in taken)
+        if is_taken and self.module not in left_out:
+            return "first"
+        return "more" if self.name in more_cases() else "others"
+
+
+@functools.lru_cache
+def more_cases() -> set[str]:
+    """The tests that run only with `--all-cases`."""
+    return set(MORE_CASES.read_text(encoding="utf-8").splitlines())
 
 
 @functools.lru_cache
@@ -361,7 +370,18 @@ def caught(tests: list[TimedTest], tree: Path, limit_s: float) -> tuple[bool, fl
     if not names:
         return False, 0.0, ""
     (tree / "mutant_tests").write_text("\n".join(names))
-    command = [sys.executable, "-m", "pytest", "-xq", "-W", "ignore", "-p", "no:cacheprovider", "@mutant_tests"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-xq",
+        "-W",
+        "ignore",
+        "-p",
+        "no:cacheprovider",
+        "--all-cases",
+        "@mutant_tests",
+    ]
     start = time.monotonic()
     try:
         done = subprocess.run(
@@ -382,8 +402,8 @@ def judge(mutant: Mutant, tests: list[TimedTest], tree: Path, limit_s: float) ->
     original = path.read_bytes()
     path.write_bytes(mutant.apply(original))
     try:
-        for name in ("first", "complete"):
-            chosen = [test for test in tests if test.is_first == (name == "first")]
+        for name in ("first", "others", "more"):
+            chosen = [test for test in tests if test.set == name]
             is_caught, seconds, failure = caught(chosen, tree, limit_s)
             line |= {f"{name}_s": round(seconds, 1), f"{name}_tests": len(chosen)}
             if tests:
@@ -465,8 +485,11 @@ def run(arguments: argparse.Namespace) -> None:
 
     parallel(arguments.jobs, work)
     results = Counter(line["result"] for line in done)
-    both = results["first"] + results["complete"]
-    print(f"{results['first']} of the {both} mutants that the complete suite catches are caught by the first set")
+    both = results["first"] + results["others"]
+    print(
+        f"{results['first']} of the {both + results['more']} mutants that all tests catch are caught by the first set,"
+    )
+    print(f"{both} by the first set and what tests/run.sh --all adds to it")
     print(f"{results['survived']} survived; {unexecuted} more lines are executed by no test")
 
 
@@ -488,7 +511,19 @@ def record(arguments: argparse.Namespace) -> None:
 
     def work(number: int) -> None:
         variables = environment(ROOT, MUTANTS_MAP=str(maps.resolve()))
-        command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider", "-p", "mutants"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-W",
+            "ignore",
+            "-p",
+            "no:cacheprovider",
+            "--all-cases",
+            "-p",
+            "mutants",
+        ]
         while True:
             try:
                 modules = waiting.get_nowait()
@@ -511,7 +546,7 @@ def costs(arguments: argparse.Namespace) -> None:
         for cost, text in content["tests"].values():
             seconds += cost
             lines |= int.from_bytes(unpacked(text), "little")
-        is_first = TimedTest("", module, 0).is_first
+        is_first = TimedTest("", module, 0).set == "first"
         first |= lines * is_first
         rows.append((seconds, module, is_first, lines))
     print("seconds  lines  others  set    module")

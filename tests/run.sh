@@ -1,15 +1,18 @@
 #!/usr/bin/env bash
 # Set up and run the tests:
 #   bash tests/run.sh                    the first set (tests/first_set.txt)
-#   bash tests/run.sh --all              the first set, then ruff, mypy and all other tests
+#   bash tests/run.sh --all [--all-cases] [--long]  the first set, then ruff, mypy and the other tests; with --all-cases
+#                                        also those that repeat others (tests/more_cases.txt), with --long long ones
 #   bash tests/run.sh PYTEST ARGUMENTS   chosen tests
 set -euo pipefail
 cd "$(dirname "$0")/.."
 what=${1:---first}
+more=${*:2} # options of pytest
+export more
 adds="ruff, mypy, layouts and faults on several ranks, all commands and pages, the second version of megatron-core"
 case $what in
   --first) echo "The first set of tests: about 8 minutes on two cores, 2 of them for the installation in .venv (1.3 GB)." ;;
-  --all) echo "All tests: about 45 minutes on two cores. First the first set, then $adds." ;;
+  --all) echo "All tests: about 30 minutes on two cores. First the first set, then $adds." ;;
 esac
 # Bytecode is written when a module is first imported, also where the environment forbids it: hundreds of processes read
 # it. pip would compile all modules of all packages, which takes a minute, and most are never imported.
@@ -37,7 +40,7 @@ trap 'kill -- "-${parts:-0}" 2> /dev/null || true; rm -rf "$logs"' EXIT
 run_part() {
   local niceness=$1 words=${*:2} log start=$SECONDS status=0
   # shellcheck disable=SC2206  # words
-  local command=("$PYTHON" -m pytest -p no:cacheprovider ${ignored:-})
+  local command=("$PYTHON" -m pytest -p no:cacheprovider $more ${ignored:-})
   log=$(mktemp "$logs/XXXXXX")
   shift
   case $1 in
@@ -67,7 +70,7 @@ run_parts "$(nproc)" "${first[@]/#/0 }" || status=1
 took="$(((SECONDS - start) / 60)) min $(((SECONDS - start) % 60)) s"
 if [ "$status" = 0 ]; then echo "The first set passed in $took."; else echo "The first set FAILED in $took."; fi
 if [ "$what" = --first ]; then
-  echo "bash tests/run.sh --all adds $adds: about 35 minutes."
+  echo "bash tests/run.sh --all adds $adds: about 22 minutes."
   exit "$status"
 fi
 

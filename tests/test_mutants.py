@@ -56,6 +56,8 @@ def test_marks_are_of_the_executed_lines() -> None:
 @pytest.mark.parametrize(("body", "expected"), [("assert True", False), ("assert False", True), ("1 +", True)])
 def test_a_failure_is_caught(body: str, expected: bool, tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(f"def test_it():\n    {body}\n", encoding="utf-8")
+    option = "def pytest_addoption(parser):\n    parser.addoption('--all-cases', action='store_true')\n"
+    (tmp_path / "conftest.py").write_text(option, encoding="utf-8")
     test = TimedTest("test_it.py::test_it", "test_it.py", 1.0)
     assert caught([test], tmp_path, limit_s=10)[0] is expected
     assert not caught([test], tmp_path, limit_s=0.5)[0], "no time for a test"

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+# A file a call: several run at once, and long lines of one file could mix.
 PYTHON = """#!/usr/bin/env bash
-echo "$*" >> {calls}
+echo "$*" > "$(mktemp {calls}/XXXXXX)"
 case "$*" in *"${{FAILS:-nothing}}"*) echo "1 failed"; exit 1 ;; esac
 echo "3 passed in 1 s"
 """
@@ -33,12 +34,13 @@ def checkout(tmp_path: Path) -> Path:
 def run(checkout: Path, *arguments: str, **variables: str) -> tuple[int, str, list[str]]:
     """Status, output, and the arguments of each pytest."""
     command = ["bash", "tests/run.sh", *arguments]
-    (checkout / "calls").unlink(missing_ok=True)
+    shutil.rmtree(checkout / "calls", ignore_errors=True)
+    (checkout / "calls").mkdir()
     done = subprocess.run(
         command, cwd=checkout, env=os.environ | variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         timeout=120,
     )  # fmt: skip
-    calls = (checkout / "calls").read_text().splitlines()
+    calls = [path.read_text().strip() for path in (checkout / "calls").iterdir()]
     return done.returncode, done.stdout, [call for call in calls if "-m pytest" in call]
 
 
@@ -80,3 +82,19 @@ def test_a_failure_is_shown_and_is_the_status(checkout: Path, arguments: tuple[s
 
 def test_other_arguments_are_those_of_pytest(checkout: Path) -> None:
     assert run(checkout, "tests/unit/config", "-k", "preset")[2] == ["-m pytest tests/unit/config -k preset"]
+
+
+def test_the_listed_cases_are_of_tests_that_exist_outside_the_first_set() -> None:
+    cases = [
+        line for line in (ROOT / "tests/more_cases.txt").read_text(encoding="utf-8").splitlines() if line[0] != "#"
+    ]
+    assert len(cases) == len(set(cases)) > 0
+    for case in cases:
+        path, _, function = case.partition("[")[0].partition("::")
+        assert f"def {function}(" in (ROOT / path).read_text(encoding="utf-8"), case
+        assert not {path, *map(str, Path(path).parents)} & first_set() or f"--ignore={path}" in first_set(), case
+
+
+def test_options_after_all_reach_every_pytest(checkout: Path) -> None:
+    _, _, calls = run(checkout, "--all", "--all-cases")
+    assert calls and all("--all-cases" in call for call in calls)
