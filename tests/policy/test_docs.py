@@ -44,7 +44,7 @@ TORCHRUN_FLAGS = {
 }  # fmt: skip
 # Flags of tests/run.sh, pytest, the mutants and the chaos soak.
 TEST_FLAGS = {
-    "--all", "--jobs", "--count", "--ignore", "--long", "--write-snapshots", "--collect-only", "--steps", "--faults",
+    "--all", "--all-cases", "--jobs", "--count", "--ignore", "--long", "--write-snapshots", "--collect-only", "--steps", "--faults",
     "--fork",
 }  # fmt: skip
 BENCHMARK_FLAGS = {"--shape", "--rounds", "--modes", "--mode", "--extra"}  # of gpu_train.py and accelerate_loop.py
