@@ -44,8 +44,8 @@ TORCHRUN_FLAGS = {
 }  # fmt: skip
 # Flags of tests/run.sh, pytest, the mutants and the chaos soak.
 TEST_FLAGS = {
-    "--all", "--all-cases", "--jobs", "--count", "--ignore", "--long", "--write-snapshots", "--collect-only", "--steps", "--faults",
-    "--fork",
+    "--all", "--all-cases", "--jobs", "--count", "--ignore", "--long", "--write-snapshots", "--collect-only", "--steps",
+    "--faults", "--fork",
 }  # fmt: skip
 BENCHMARK_FLAGS = {"--shape", "--rounds", "--modes", "--mode", "--extra"}  # of gpu_train.py and accelerate_loop.py
 HUB_FLAGS = {"--local-dir"}  # of hf
