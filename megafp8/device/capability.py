@@ -18,6 +18,7 @@ from megafp8.config.precision_map import OUTPUT_LAYER, LinearChoice
 from megafp8.config.schema import PrecisionConfig, RunConfig
 from megafp8.device import nccl_buffers
 from megafp8.device.layer_support import (
+    ATTENTION_SWITCHES,
     attention_kernel_problems,
     context_parallel_attention_problems,
     emulated_only_options,
@@ -349,7 +350,9 @@ def has_te_recipe(chosen: LinearChoice) -> bool:
 def environment_warnings(precision: PrecisionConfig, implementation: LayerBackend) -> list[str]:
     """Environment variables that change Transformer Engine's recipe from what the settings resolve to."""
     if not implementation.needs_transformer_engine:
-        return []
+        # 0 is what megatron-core sets itself.
+        ignored = [name for name in ATTENTION_SWITCHES.values() if os.environ.get(name, "0") != "0"]
+        return [f"{' '.join(ignored)}: no effect; these layers use torch's attention"] if ignored else []
     found = []
     if precision.fp8_dot_product_attention and os.environ.get("NVTE_FP8_DPA_BWD") == "0":
         found.append("NVTE_FP8_DPA_BWD=0 is set, so Transformer Engine computes the backward pass of attention in BF16")

@@ -41,6 +41,30 @@ def offloading_problems(config: RunConfig) -> list[str]:
     ]
 
 
+ATTENTION_SWITCHES = {"flash": "NVTE_FLASH_ATTN", "fused": "NVTE_FUSED_ATTN", "unfused": "NVTE_UNFUSED_ATTN"}
+"""Environment variables of Transformer Engine by the attention that they allow (1, its default) or exclude (0)."""
+
+
+def attention_switch_problems(precision: PrecisionConfig, implementation: LayerBackend) -> list[str]:
+    """Variables that contradict `--attention-backend`: megatron-core sets them, and asserts that they are not set."""
+    backend = precision.attention_backend
+    values = {kind: os.environ[name] for kind, name in ATTENTION_SWITCHES.items() if name in os.environ}
+    expected = {kind: "1" if backend in ("auto", kind) else "0" for kind in values}
+    if implementation.has_torch_attention or values == expected:
+        return []
+    text = " ".join(f"{ATTENTION_SWITCHES[kind]}={value}" for kind, value in values.items())
+    allowed = [kind for kind in ATTENTION_SWITCHES if values.get(kind) != "0"]
+    flag = f"--attention-backend {allowed[0]}" if 0 < len(allowed) < len(ATTENTION_SWITCHES) else "a flag"
+    names = " ".join(ATTENTION_SWITCHES[kind] for kind in values)
+    return [f"{text} contradicts --attention-backend {backend}; unset {names}, and choose with {flag}"]
+
+
+def ignore_attention_switches() -> None:
+    """Forget variables of Transformer Engine where attention is torch's: megatron-core asserts that they are not 1."""
+    for name in ATTENTION_SWITCHES.values():
+        os.environ.pop(name, None)
+
+
 def exchange_library_problems(config: RunConfig) -> list[str]:
     """The library of `--moe-token-dispatcher-type flex`, if it is not installed on this machine."""
     library = mixture.exchange_library(config)

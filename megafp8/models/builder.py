@@ -11,6 +11,7 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -20,6 +21,7 @@ from megafp8.config.mixture import has_expert_ranks
 from megafp8.config.muon import is_muon
 from megafp8.config.schema import RunConfig
 from megafp8.config.stages import virtual_pipeline_size
+from megafp8.device.layer_support import ignore_attention_switches
 from megafp8.mcore.config import build_ddp_config, build_optimizer_config
 from megafp8.mcore.layer_runtime import LayerRuntime
 from megafp8.mcore.mixture_patches import gather_weights_once
@@ -74,6 +76,8 @@ def build_chunk(
     model = config.model
     positions = model.max_position_embeddings or config.data.seq_length
     assert positions is not None
+    if transformer_config.attention_backend == AttnBackend.local:
+        ignore_attention_switches()
     has_multi_token = multi_token.num_depths(model) > 0
     multi_token_spec = runtime.multi_token_spec(config, transformer_config, vp_stage) if has_multi_token else None
     layers = chunk_layers(config, transformer_config, vp_stage)

@@ -12,8 +12,9 @@ import math
 import os
 import sys
 
+from megafp8.device.layer_support import ATTENTION_SWITCHES
+
 SIZES = {"tokens": 2048, "batch": 2, "heads": 16, "groups": 4, "head_dim": 128}
-SWITCHES = {"flash": "NVTE_FLASH_ATTN", "fused": "NVTE_FUSED_ATTN", "unfused": "NVTE_UNFUSED_ATTN"}
 WARM_UP, ROUNDS = 3, 10
 
 
@@ -61,7 +62,7 @@ def trial() -> dict[str, float]:
 
 def main(backend: str) -> None:
     """Print the trial's results, `{"wrong": reason}`, or `{"unavailable": reason}`."""
-    os.environ.update({switch: str(int(name == backend)) for name, switch in SWITCHES.items()})
+    os.environ.update({switch: str(int(name == backend)) for name, switch in ATTENTION_SWITCHES.items()})
     try:
         result: dict[str, object] = {**trial()}
     except ArithmeticError as error:

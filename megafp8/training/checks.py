@@ -143,6 +143,7 @@ def check(parsed: ParsedArgs, problems: list[str]) -> ValidatedRun:
     local_problems = rules.path_problems(config, ranks) + layer_support.package_problems(config.logging)
     local_problems += layer_support.offloading_problems(config) + layer_support.exchange_library_problems(config)
     implementation = capability.layer_backend(config, target)
+    local_problems += layer_support.attention_switch_problems(config.precision, implementation)
     found += fault_problems(config, implementation)
     warnings += rules.warnings(config, implementation, ranks) + capability.emulation_warnings(config, target)
     warnings += capability.environment_warnings(config.precision, implementation)

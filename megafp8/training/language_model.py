@@ -23,7 +23,7 @@ from megafp8.config.layer_backends import EMULATED, LayerBackend
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 from megafp8.data.tokenizers.build import Tokenizer, build_trained_tokenizer
-from megafp8.device import capability
+from megafp8.device import capability, layer_support
 from megafp8.device.platform import Platform, detect_platform, init_distributed, set_num_threads
 from megafp8.errors import CapabilityError, DataError
 from megafp8.mcore.config import build_transformer_config
@@ -192,6 +192,8 @@ def single_device_config(
             config = with_values(config, {"precision.quantize_kernels": "te"})
         found = capability.capability_problems(config, target)
         if not found:
+            if problems := layer_support.attention_switch_problems(chosen, implementation):
+                raise CapabilityError(problems)
             return config, implementation
         problems = problems or found
     is_quantized = precision_map.is_quantized(precision)

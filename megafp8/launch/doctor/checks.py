@@ -9,6 +9,7 @@ from functools import partial
 from typing import Optional
 
 from megafp8.device.capability import Target
+from megafp8.device.layer_support import ATTENTION_SWITCHES
 from megafp8.launch.doctor import facts, versions
 from megafp8.launch.doctor.facts import Machine
 from megafp8.launch.doctor.versions import TestedSet, dotted, matches_version, version_numbers
@@ -354,8 +355,9 @@ def switches(machine: Machine) -> Iterator[DoctorResult]:
         for variable, effect in recipe.te_switches
         if machine.environment.get(variable) == "1"
     ]
-    if machine.environment.get("NVTE_FUSED_ATTN") == "0":
-        changed.append(("NVTE_FUSED_ATTN", "no fused attention"))
+    for name in ATTENTION_SWITCHES.values():
+        if machine.environment.get(name, "1") != "1":
+            changed.append((name, "contradicts --attention-backend auto, so that a run with it is refused"))
     for variable, effect in changed:
         value = machine.environment[variable]
         yield warning(f"{variable}={value} ({effect})", f"unset {variable}")

@@ -6,6 +6,7 @@ import importlib.machinery
 import importlib.metadata
 import importlib.util
 from pathlib import Path
+from typing import Optional
 
 import pytest
 from device_targets import only_problem
@@ -14,7 +15,12 @@ from megafp8.config.layer_backends import EMULATED, TRANSFORMER_ENGINE
 from megafp8.config.schema import LoggingConfig, PrecisionConfig, RunConfig
 from megafp8.config.settings import with_values
 from megafp8.device import capability
-from megafp8.device.layer_support import offloading_problems, package_problems
+from megafp8.device.layer_support import (
+    ATTENTION_SWITCHES,
+    attention_switch_problems,
+    offloading_problems,
+    package_problems,
+)
 
 
 def test_a_missing_package_is_reported_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,3 +89,26 @@ def test_environment_variables_that_change_the_recipe_give_a_warning(monkeypatch
     ]
     (warning,), nothing = (capability.environment_warnings(each, TRANSFORMER_ENGINE) for each in attention)
     assert "computes the backward pass of attention in BF16" in warning and nothing == []
+
+
+@pytest.mark.parametrize(
+    ("backend", "variables", "expected"),
+    [
+        ("auto", {"FLASH": "1"}, None),
+        ("auto", {"FLASH": "1", "FUSED": "0"}, "choose with --attention-backend flash"),
+        ("auto", {"FLASH": "0"}, "choose with --attention-backend fused"),
+        ("flash", {"FLASH": "1", "FUSED": "0"}, None),
+        ("fused", {"FLASH": "1"}, "NVTE_FLASH_ATTN=1 contradicts --attention-backend fused"),
+    ],
+)
+def test_variables_that_contradict_the_attention_are_found_before_the_start(
+    backend: str, variables: dict[str, str], expected: Optional[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ATTENTION_SWITCHES.values():
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(f"NVTE_{name}_ATTN", value)
+    precision = PrecisionConfig(attention_backend=backend)
+    problems = attention_switch_problems(precision, TRANSFORMER_ENGINE)
+    assert problems == [] if expected is None else expected in problems[0]
+    assert attention_switch_problems(precision, EMULATED) == []

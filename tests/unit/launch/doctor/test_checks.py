@@ -220,7 +220,8 @@ GPU_CASES = {
         "unset NVTE_NVFP4_DISABLE_RHT",
     ),
     "no fused attention": (
-        {"environment": {"NVTE_FUSED_ATTN": "0"}}, WARNING, "environment", "no fused attention", "unset NVTE_FUSED_ATTN"
+        {"environment": {"NVTE_FUSED_ATTN": "0"}}, WARNING, "environment", "--attention-backend auto",
+        "unset NVTE_FUSED_ATTN",
     ),
 }  # fmt: skip
 
