@@ -33,7 +33,7 @@ from benchmarks.gpu_train import SHAPES
 from megafp8.checkpoint.convert.families import family_of_run
 from megafp8.config import dimensions, flags, model_shapes
 from megafp8.config.schema import RunConfig
-from megafp8.device.energy import energy_counter, has_library
+from megafp8.device.energy import EnergyCounter, has_library
 
 HISTORY = {"amax_history_len": 1024, "amax_compute_algo": "max"}  # of `delayed` in gpu_train.py
 
@@ -70,7 +70,7 @@ def measure(shape: str, mode: str, warm_up: int, steps: int) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-5, weight_decay=0.1, fused=on_gpu)
     model, optimizer = accelerator.prepare(model, optimizer)
     times, joules = [], 0.0
-    counter = energy_counter(accelerator.device) if on_gpu and has_library() else lambda: 0.0
+    counter = EnergyCounter(accelerator.device).joules if on_gpu and has_library() else lambda: 0.0
     for step in range(warm_up + steps):
         if step == warm_up:
             joules = counter()

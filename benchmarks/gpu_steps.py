@@ -43,7 +43,7 @@ from megafp8.mcore import cpu_patches
 cpu_patches.install()
 
 from megafp8.checkpoint.progress import Progress
-from megafp8.device.energy import energy_counter, has_library
+from megafp8.device.energy import EnergyCounter, has_library
 from megafp8.device.platform import detect_platform, init_distributed
 from megafp8.training.checks import ValidatedRun, check
 from megafp8.training.evaluation import build_batches
@@ -115,7 +115,7 @@ def measure(options: argparse.Namespace, name: str, text: str, number: int) -> T
     init_distributed(detect_platform(), ParallelConfig())
     step = peer_steps(options, text[1:]) if text.startswith("@") else megafp8_steps(options, text, number == 0)
     losses = [step(index) for index in range(1, options.warm_up + 1)]
-    joules = energy_counter(torch.device("cuda")) if has_library() else None
+    joules = EnergyCounter(torch.device("cuda")).joules if has_library() else None
     torch.cuda.synchronize()
     started, joules_before = time.perf_counter(), joules() if joules else 0.0
     losses += [step(options.warm_up + index) for index in range(1, options.steps + 1)]

@@ -1,10 +1,9 @@
-"""Energy that GPUs take, from the counter of NVIDIA's driver (`--log-energy`)."""
+"""Energy that GPUs take, and the share of time that they are busy, from NVIDIA's driver (`--log-energy`)."""
 
 from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,55 +24,71 @@ def has_library() -> bool:
     return True
 
 
-def energy_counter(device: torch.device) -> Callable[[], float]:
-    """A function that returns the joules which a GPU has taken since its driver was loaded.
+class Utilization(ctypes.Structure):
+    """`nvmlUtilization_t`: percent of the driver's last sampling period, 1/6 s to 1 s."""
 
-    The driver renews the counter some ten times a second.
+    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
+
+
+class EnergyCounter:
+    """What the driver counts of one GPU.
 
     Raises:
         ConfigError: the driver has no counter for this GPU.
     """
-    try:
-        nvml = ctypes.CDLL(LIBRARY)
-    except OSError as error:
-        raise ConfigError(f"--log-energy needs {LIBRARY} of NVIDIA's driver: {error}; remove the flag") from error
 
-    def call(name: str, *arguments: Any) -> None:
-        if status := getattr(nvml, name)(*arguments):
-            raise ConfigError(f"--log-energy: {name} of {LIBRARY} failed with status {status}; remove the flag")
+    def __init__(self, device: torch.device):
+        try:
+            self._nvml = ctypes.CDLL(LIBRARY)
+        except OSError as error:
+            raise ConfigError(f"--log-energy needs {LIBRARY} of NVIDIA's driver: {error}; remove the flag") from error
+        self._handle = ctypes.c_void_p()
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        self._call("nvmlInit_v2")
+        self._call("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(self._handle))
+        self.joules()
 
-    handle, total = ctypes.c_void_p(), ctypes.c_ulonglong()
-    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-
-    def joules() -> float:
-        call("nvmlDeviceGetTotalEnergyConsumption", handle, ctypes.byref(total))
+    def joules(self) -> float:
+        """Taken since the driver was loaded; it renews the counter some ten times a second."""
+        total = ctypes.c_ulonglong()
+        self._call("nvmlDeviceGetTotalEnergyConsumption", self._handle, ctypes.byref(total))
         return total.value * MILLIJOULES
 
-    call("nvmlInit_v2")
-    call("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(handle))
-    joules()
-    return joules
+    def busy_fraction(self) -> float:
+        """Of the driver's last sampling period, the time in which a kernel ran."""
+        utilization = Utilization()
+        self._call("nvmlDeviceGetUtilizationRates", self._handle, ctypes.byref(utilization))
+        return utilization.gpu / 100
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        if status := getattr(self._nvml, name)(*arguments):
+            raise ConfigError(f"--log-energy: {name} of {LIBRARY} failed with status {status}; remove the flag")
 
 
 class EnergyMeter:
     """What all GPUs of a run take between two readings, with validations and saves in between.
 
     Args:
-        joules: reads the counter of this rank's GPU.
+        counter: of this rank's GPU.
 
     Attributes:
         tokens: trained by the run since the last reading; the caller counts them.
     """
 
-    def __init__(self, joules: Callable[[], float], device: torch.device):
-        self.joules, self.device, self.tokens = joules, device, 0
-        self.last_joules, self.last_s = joules(), time.monotonic()
+    def __init__(self, counter: EnergyCounter, device: torch.device):
+        self.counter, self.device, self.tokens = counter, device, 0
+        self.last_joules, self.last_s = counter.joules(), time.monotonic()
 
-    def read(self) -> tuple[float, float]:
-        """Joules for a token, and watts of a GPU, since the last reading. Collective over all ranks."""
-        joules, seconds, tokens = self.joules(), time.monotonic(), self.tokens
-        taken = torch.tensor(joules - self.last_joules, dtype=torch.float64, device=self.device)
-        dist.all_reduce(taken)
-        watts = float(taken) / (seconds - self.last_s) / dist.get_world_size()
+    def read(self) -> tuple[float, float, float]:
+        """Joules for a token and watts of a GPU since the last reading, and the share of time that GPUs are busy now.
+
+        Collective over all ranks.
+        """
+        joules, seconds, tokens = self.counter.joules(), time.monotonic(), self.tokens
+        numbers = [joules - self.last_joules, self.counter.busy_fraction()]
+        sums = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        dist.all_reduce(sums)
+        (taken, busy), ranks = sums.tolist(), dist.get_world_size()
+        watts = taken / (seconds - self.last_s) / ranks
         self.last_joules, self.last_s, self.tokens = joules, seconds, 0
-        return float(taken) / tokens, watts
+        return taken / tokens, watts, busy / ranks

@@ -107,6 +107,8 @@ class StepRecord:
     """Mean loss of each depth of multi-token prediction, in nats and without its factor; None without it."""
     grad_norm: Optional[float] = None
     """Global norm before clipping."""
+    clip_factor: Optional[float] = None
+    """What clipping multiplied the gradients with; None in skipped steps and in records of earlier versions."""
     model_tflops_per_device: Optional[float] = None
     mfu_fraction: Optional[float] = None
     """Model FLOP/s over the peak that the run record names; None if the peak is not known."""
@@ -136,6 +138,9 @@ class StepRecord:
     """With --log-energy, in a logged step: what all devices took since the last logged step, for a trained token."""
     watts_per_device: Optional[float] = None
     """Their mean power in this time."""
+    gpu_busy_fraction: Optional[float] = None
+    """With --log-energy, in a logged step: of the driver's last sampling period (up to 1 s), the time in which a kernel
+    ran, as the mean of all devices. It says nothing of how well kernels use a device: see `mfu_fraction`."""
     is_skipped: bool = False
     """The update was skipped: an event says why, or gradients overflowed at the loss scale."""
     num_non_finite_operands: Optional[int] = None
@@ -146,7 +151,8 @@ class StepRecord:
     """Both by operand and GEMM where they are not zero: `layers.3.linear_fc2.input.fprop`. In steps with non-finite
     operands, and in multiples of --log-interval."""
     timers_ms: Optional[dict[str, float]] = None
-    """Time of parts of the step, by name; `records` is what the host does for the records of the previous step."""
+    """Time of parts of the step, by name; `records` is what the host does for the records of the previous step, and
+    `data-wait` the time that rank 0 waits for its batches."""
     between_ms: Optional[dict[str, float]] = None
     """Time since the end of the previous step that is in the time of no step, by name: validation, checkpoints, replica
     check, calibration, profile, rollback (with the steps that it repeats). None without any, and in records of earlier

@@ -9,6 +9,8 @@ from typing import NamedTuple, Optional
 
 RECORDS = "records"
 """The part of a step in which the host makes and writes records."""
+DATA_WAIT = "data-wait"
+"""The part of a step in which the host waits for a batch."""
 BETWEEN_STEPS = (VALIDATION, CHECKPOINTS, REPLICA_CHECK, CALIBRATION, PROFILE, ROLLBACK) = (
     "validation", "checkpoints", "replica check", "calibration", "profile", "rollback",
 )  # fmt: skip

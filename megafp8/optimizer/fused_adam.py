@@ -51,6 +51,11 @@ def problem(config: RunConfig, on_cuda: bool) -> Optional[str]:
     return next((reason for applies, reason in device_problems if applies), None)
 
 
+def clip_factor(max_norm: float, grad_norm: float) -> float:
+    """What clipping multiplies gradients with; 1 without clipping, which `max_norm` 0 stands for."""
+    return min(1.0, max_norm / (grad_norm + CLIP_EPSILON)) if max_norm > 0 else 1.0
+
+
 class FusedAdamOptimizer(ChainedOptimizer):
     """megatron-core's sharded Adam optimizers of a run, with a fused step.
 
@@ -122,10 +127,8 @@ class FusedAdamOptimizer(ChainedOptimizer):
         if self.config.log_num_zeros_in_grad:
             self.prepare_grads()
             num_zeros = self.count_zeros()
-        max_norm = self.config.clip_grad
         # The norm is that of the gradients divided by the tokens, since the kernel that took it has the same factor.
-        clip = min(1.0, max_norm / (grad_norm + CLIP_EPSILON)) if max_norm > 0 else 1.0
-        self._update(clip)
+        self._update(clip_factor(self.config.clip_grad, grad_norm))
         return True, grad_norm, num_zeros
 
     def _update(self, clip: float) -> None:

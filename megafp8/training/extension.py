@@ -6,6 +6,7 @@ by name. `extensions/__init__.py` lists them in the order of the calls.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from megafp8.checkpoint.progress import Progress
 from megafp8.device.collective_errors import error_text
 from megafp8.errors import CheckpointError, NumericsError
 from megafp8.metrics.sinks import Sinks
+from megafp8.metrics.timers import DATA_WAIT, StepTimer
 from megafp8.optimizer.gradient_checks import StepTotals
 from megafp8.training.bad_steps import progress_after_step
 from megafp8.training.cuda_graph import Batch, StepHooks
@@ -81,7 +83,8 @@ class LoopState:
         self.close()
         run, self.progress = self.run, progress
         self.total_steps, end = run.last_step(progress), run.end_sample(progress)
-        self.batches = build_batches(run, run.datasets[0], progress.consumed_samples, end, run.config.data.num_workers)
+        batches = build_batches(run, run.datasets[0], progress.consumed_samples, end, run.config.data.num_workers)
+        self.batches = None if batches is None else timed(batches, run.timer)
 
     def with_extensions(self, progress: Progress) -> Progress:
         """The progress with the present state of the extensions, as a checkpoint saves it."""
@@ -106,6 +109,17 @@ class LoopState:
         if self.batches is not None:
             self.batches.close()
             self.batches = None  # one that was never started keeps its loader until it is collected
+
+
+def timed(batches: Generator[Batch, None, None], timer: StepTimer) -> Generator[Batch, None, None]:
+    """The same batches; the time of waiting for them is a span of the step."""
+    with contextlib.closing(batches):
+        while True:
+            with timer.span(DATA_WAIT):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
 
 
 class Extension:

@@ -157,7 +157,10 @@ def test_the_recorded_times_are_all_that_passed(tmp_path: Path) -> None:
     assert [set(times) for times in between] == names
     for record in steps:
         spans = record.timers_ms or {}
-        assert set(spans) == {"records", "forward-backward", "optimizer"} and sum(spans.values()) <= record.step_ms
+        assert (
+            set(spans) == {"records", "data-wait", "forward-backward", "optimizer"}
+            and sum(spans.values()) <= record.step_ms
+        )
         rate = record.tokens_per_second * record.step_ms / 1000
         assert rate == pytest.approx((record.global_batch_size or 0) * config.data.seq_length)
 

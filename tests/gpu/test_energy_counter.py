@@ -9,7 +9,7 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from megafp8.device.energy import energy_counter
+from megafp8.device.energy import EnergyCounter
 
 MATRIX = 8192
 
@@ -17,7 +17,7 @@ MATRIX = 8192
 def test_a_busy_gpu_takes_more_than_an_idle_one() -> None:
     """Watts are between those of an idle GPU and 1.5 times of the largest board."""
     device = torch.device("cuda", torch.cuda.current_device())
-    joules, matrix = energy_counter(device), torch.randn(MATRIX, MATRIX, device=device, dtype=torch.bfloat16)
+    joules, matrix = EnergyCounter(device).joules, torch.randn(MATRIX, MATRIX, device=device, dtype=torch.bfloat16)
     torch.cuda.synchronize()
     started, first = torch.cuda.Event(enable_timing=True), joules()
     ended = torch.cuda.Event(enable_timing=True)

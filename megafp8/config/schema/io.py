@@ -247,7 +247,8 @@ class LoggingConfig:
     log_params_norm: bool = setting(False, "log the norm of the weights")
     log_num_zeros_in_grad: bool = setting(False, "log the number of zero gradient elements")
     log_energy: bool = setting(
-        False, "log joules for a token and watts of a GPU, from the counter of NVIDIA's driver", megatron="needs pynvml"
+        False, "log joules for a token, watts of a GPU and the time that it is busy, from NVIDIA's driver",
+        megatron="only joules and watts; needs pynvml",
     )
     log_memory_to_tensorboard: bool = setting(False, "log memory use to TensorBoard")
     log_timers_to_tensorboard: bool = setting(False, "log the time of the parts of a step to TensorBoard")

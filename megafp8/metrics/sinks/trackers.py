@@ -11,9 +11,10 @@ import dataclasses
 import json
 import os
 import socket
+import statistics
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Union
 
@@ -29,6 +30,7 @@ from megafp8.metrics.records import (
     Record,
     RunRecord,
     StepRecord,
+    TensorStats,
 )
 from megafp8.utils.best_effort import LogFile, Outage
 
@@ -252,6 +254,7 @@ def scalars(record: ScalarRecord, *, with_memory: bool = True, with_timers: bool
         "lm loss": record.loss,
         "learning-rate": record.learning_rate,
         "grad-norm": record.grad_norm,
+        "grad-clip-factor": record.clip_factor,
         "iteration-time": record.step_ms / 1000,
         "tokens-per-second": record.tokens_per_second,
         "throughput": record.model_tflops_per_device,
@@ -269,6 +272,7 @@ def scalars(record: ScalarRecord, *, with_memory: bool = True, with_timers: bool
         "saturated-operands": record.num_saturated_operands,
         "joules-per-token": record.joules_per_token,
         "power/gpu": record.watts_per_device,
+        "gpu-busy-fraction": record.gpu_busy_fraction,
         "batch-size": record.global_batch_size,
     }
     values |= {f"mtp_{depth} loss": loss for depth, loss in enumerate(record.mtp_losses or (), start=1)}
@@ -292,9 +296,26 @@ def _quantization_scalars(record: QuantizationRecord) -> Iterator[tuple[str, flo
                     yield f"{prefix}/{field}/{tensor}", spread.mean
                     yield f"{prefix}/worst/{field}/{tensor}", spread.worst
                     yield f"{prefix}/worst-expert/{field}/{tensor}", float(spread.worst_expert)
+    yield from _aggregates(record.tensors)
     for field in MODEL_FIELDS:
         if (value := getattr(record, field)) is not None:
             yield f"fp8/{field}", value
+
+
+def _aggregates(tensors: Mapping[str, TensorStats]) -> Iterator[tuple[str, float]]:
+    """`fp8/fwd_scale` and `fp8/amax_fwd` of inputs and weights, `fp8/bwd_scale` and `fp8/amax_bwd` of gradients.
+
+    Each is the median over the tensors, with the extremes as `_min` and `_max`. The scale of a tensor with one for each
+    block is the smallest.
+    """
+    for direction, is_forward in (("fwd", True), ("bwd", False)):
+        chosen = [stats for name, stats in tensors.items() if ("grad_output" not in name) is is_forward]
+        scales = [stats.quant_scale_min for stats in chosen if stats.quant_scale_min is not None]
+        for name, values in ((f"{direction}_scale", scales), (f"amax_{direction}", [stats.amax for stats in chosen])):
+            if values:
+                yield f"fp8/{name}", statistics.median(values)
+                yield f"fp8/{name}_min", min(values)
+                yield f"fp8/{name}_max", max(values)
 
 
 def exponent_edges(counts: Sequence[int]) -> list[float]:

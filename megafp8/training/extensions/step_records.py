@@ -14,12 +14,13 @@ from megatron.core.transformer.module import param_is_not_shared
 
 from megafp8.checkpoint.save import finish_param_gather
 from megafp8.config.mixture import has_expert_ranks
-from megafp8.device.energy import EnergyMeter, energy_counter
+from megafp8.device.energy import EnergyCounter, EnergyMeter
 from megafp8.device.gpus import peak_flops
 from megafp8.errors import NumericsError
 from megafp8.mcore.process_groups import is_reduced_over_expert_ranks
 from megafp8.metrics.records import EventRecord, StepRecord
 from megafp8.metrics.timers import RECORDS
+from megafp8.optimizer.fused_adam import clip_factor
 from megafp8.quantization.fp8_parameter import QuantizedParameter
 from megafp8.training.extension import Extension, LoopState
 from megafp8.training.run import Run
@@ -39,7 +40,7 @@ class StepRecords(Extension):
         self.peak_flops = peak_flops(run.platform.name, matmul_dtype(run.config.precision, run.implementation))
         self.energy: Optional[EnergyMeter] = None
         if run.config.logging.log_energy:
-            self.energy = EnergyMeter(energy_counter(run.platform.device), run.platform.device)
+            self.energy = EnergyMeter(EnergyCounter(run.platform.device), run.platform.device)
 
     def before_step(self, state: LoopState) -> None:
         self.batch_size = state.run.batch_size_at(state.progress.consumed_samples)
@@ -79,10 +80,11 @@ class StepRecords(Extension):
         flops_per_device = tokens_per_second * self.flops_per_token / run.rank_position.world_size
         ends = (state.first_step, state.total_steps)
         is_logged = state.step % run.config.logging.log_interval == 0 or state.step in ends
-        joules, watts = None, None
+        joules, watts, busy = None, None, None
         if self.energy is not None:
             self.energy.tokens += self.batch_size * run.seq_length
-            joules, watts = self.energy.read() if is_logged else (None, None)
+            joules, watts, busy = self.energy.read() if is_logged else (None, None, None)
+        max_norm, norm = run.config.optimizer.clip_grad, result.grad_norm
         return StepRecord(
             step=state.step,
             consumed_samples=state.progress.consumed_samples,
@@ -92,7 +94,8 @@ class StepRecords(Extension):
             global_batch_size=self.batch_size,
             step_ms=times.step_ms,
             tokens_per_second=tokens_per_second,
-            grad_norm=result.grad_norm,
+            grad_norm=norm,
+            clip_factor=None if norm is None else clip_factor(max_norm, norm),
             model_tflops_per_device=flops_per_device / 1e12,
             mfu_fraction=flops_per_device / self.peak_flops if self.peak_flops else None,
             loss_scale=result.loss_scale,
@@ -100,6 +103,7 @@ class StepRecords(Extension):
             is_skipped=result.is_skipped,
             joules_per_token=joules,
             watts_per_device=watts,
+            gpu_busy_fraction=busy,
             timers_ms=times.spans_ms,
             between_ms=times.between_ms or None,
             memory_peak_bytes=max_memory_bytes(run) if is_logged else None,

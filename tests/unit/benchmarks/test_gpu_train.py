@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -127,7 +128,7 @@ def test_energy_is_that_of_the_timed_steps(monkeypatch: pytest.MonkeyPatch) -> N
     fakes = {"init_distributed": None, "peer_steps": step, "has_library": True, "attention_of_process": "fused"}
     for name, value in fakes.items():
         monkeypatch.setattr(gpu_steps, name, lambda *_, value=value: value)
-    monkeypatch.setattr(gpu_steps, "energy_counter", lambda device: lambda: joules)
+    monkeypatch.setattr(gpu_steps, "EnergyCounter", lambda device: SimpleNamespace(joules=lambda: joules))
     for name in ("synchronize", "max_memory_allocated", "get_device_name"):
         monkeypatch.setattr(gpu_steps.torch.cuda, name, lambda: 0)
     options = gpu_steps.parse(["--modes", "peer=@delayed", "--warm-up", "2", "--steps", "4"])

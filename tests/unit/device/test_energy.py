@@ -13,7 +13,7 @@ from ranks import run_ranks
 from megafp8.config import flags
 from megafp8.device import energy
 from megafp8.device.capability import Target, capability_problems
-from megafp8.device.energy import EnergyMeter, energy_counter
+from megafp8.device.energy import EnergyCounter, EnergyMeter
 from megafp8.errors import ConfigError
 
 GPU = torch.device("cuda", 0)
@@ -36,6 +36,10 @@ class Driver:
         ctypes.cast(total, ctypes.POINTER(ctypes.c_ulonglong))[0] = self.millijoules
         return self.status
 
+    def nvmlDeviceGetUtilizationRates(self, handle: Any, rates: Any) -> int:
+        ctypes.cast(rates, ctypes.POINTER(ctypes.c_uint * 2))[0][:] = 97, 40
+        return 0
+
 
 def install(monkeypatch: pytest.MonkeyPatch, driver: Optional[Driver]) -> None:
     def load(name: str) -> Driver:
@@ -50,10 +54,10 @@ def install(monkeypatch: pytest.MonkeyPatch, driver: Optional[Driver]) -> None:
 def test_the_counter_is_in_joules(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver()
     install(monkeypatch, driver)
-    joules = energy_counter(GPU)
-    assert driver.requested == b"GPU-12-34" and joules() == pytest.approx(1.5)
+    counter = EnergyCounter(GPU)
+    assert driver.requested == b"GPU-12-34" and counter.joules() == pytest.approx(1.5)
     driver.millijoules = 4_000_000_000_000  # more than 32 bits
-    assert joules() == pytest.approx(4e9)
+    assert counter.joules() == pytest.approx(4e9) and counter.busy_fraction() == 0.97
 
 
 @pytest.mark.parametrize(("driver", "reason"), [(None, "no such file"), (Driver(status=3), "failed with status 3")])
@@ -62,7 +66,7 @@ def test_without_a_counter_the_flag_is_refused(
 ) -> None:
     install(monkeypatch, driver)
     with pytest.raises(ConfigError, match=f"--log-energy.*{reason}.*remove the flag"):
-        energy_counter(GPU)
+        EnergyCounter(GPU)
 
 
 def test_a_cpu_has_no_counter() -> None:
@@ -72,15 +76,16 @@ def test_a_cpu_has_no_counter() -> None:
 
 
 def test_readings_are_sums_over_the_ranks() -> None:
-    def readings() -> list[tuple[float, float]]:
-        counter = iter([100.0, 130.0, 190.0])  # of each rank
+    def readings() -> list[tuple[float, float, float]]:
+        values = iter([100.0, 130.0, 190.0])  # of each rank
+        counter: Any = SimpleNamespace(joules=lambda: next(values), busy_fraction=lambda: 0.5)
         clock = iter([0.0, 2.0, 5.0])
         energy.time = SimpleNamespace(monotonic=lambda: next(clock))
-        meter, found = EnergyMeter(lambda: next(counter), torch.device("cpu")), []
+        meter, found = EnergyMeter(counter, torch.device("cpu")), []
         for tokens in (30, 40):
             meter.tokens += tokens
             found.append(meter.read())
         return found
 
     for found in run_ranks(2, readings):
-        assert found == [(2 * 30 / 30, 15.0), (2 * 60 / 40, 20.0)]
+        assert found == [(2 * 30 / 30, 15.0, 0.5), (2 * 60 / 40, 20.0, 0.5)]

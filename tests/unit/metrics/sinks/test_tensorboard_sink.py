@@ -1,6 +1,7 @@
 import dataclasses
 import math
 import shutil
+import statistics
 import subprocess
 import sys
 
@@ -107,6 +108,10 @@ def test_quantization_statistics_are_scalars_and_histograms(tmp_path, make_stati
     assert values["fp8/gradient_noise_scale"] == {100: 12.5}
     assert values["what-if/mxfp8/amax/layers.0.linear_fc1.weight"] == {100: 2.0}
     assert "fp8/update_to_weight/layers.0.linear_fc1.input" not in values
+    amaxes = {name: stats.amax for name, stats in record.tensors.items()}
+    gradients = [amax for name, amax in amaxes.items() if "grad_output" in name]
+    assert values["fp8/amax_bwd"] == {100: statistics.median(gradients)}
+    assert values["fp8/amax_fwd_max"] == {100: max(amax for name, amax in amaxes.items() if "grad_output" not in name)}
     accumulator_module = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     accumulator = accumulator_module.EventAccumulator(str(tmp_path))
     accumulator.Reload()
