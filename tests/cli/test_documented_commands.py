@@ -278,18 +278,11 @@ def give_model(folder: Path, name: str, config: Mapping[str, object]) -> None:
         shutil.copy(folder / "bpe" / name, theirs)
 
 
-def give_job(folder: Path, page: str = "docs/from_megatron_lm.md") -> None:
-    """The job file that a page shows."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    (folder / "llama3_8b.yaml").write_text(text.split("```yaml\n")[1].split("```")[0], encoding="utf-8")
-
-
 def give_script(folder: Path) -> None:
     """The launch script and the job file that docs/tutorials/megatron_to_slurm.md shows."""
-    page = "docs/tutorials/megatron_to_slurm.md"
-    script = (ROOT / page).read_text(encoding="utf-8").split("```\n")[1]
-    (folder / "train_llama3_8b.sbatch").write_text(script, encoding="utf-8")
-    give_job(folder, page)
+    text = (ROOT / "docs/tutorials/megatron_to_slurm.md").read_text(encoding="utf-8")
+    (folder / "train_llama3_8b.sbatch").write_text(text.split("```\n")[1], encoding="utf-8")
+    (folder / "llama3_8b.yaml").write_text(text.split("```yaml\n")[1].split("```")[0], encoding="utf-8")
 
 
 def give_study(folder: Path) -> None:
@@ -306,7 +299,6 @@ def give_study(folder: Path) -> None:
 
 GIVEN: Mapping[str, Callable[[Path], None]] = {
     "README.md": lambda folder: write_text(folder / "data/text.jsonl"),
-    "docs/from_megatron_lm.md": give_job,
     "docs/generate_evaluate.md": lambda folder: write_text(folder / "data/text.jsonl"),
     "docs/getting_started.md": lambda folder: write_text(folder / "data/text.jsonl"),
     "docs/hugging_face.md": lambda folder: give_model(folder, "Meta-Llama-3-8B", ONE_LLAMA),
