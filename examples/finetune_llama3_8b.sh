@@ -43,5 +43,5 @@ ranks=${GPUS_PER_NODE:-$("$python" -c 'import torch; print(max(1, torch.cuda.dev
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
 exec "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" pretrain_gpt.py \
   --config "$converted/config.json" --pretrained-checkpoint "$converted" \
-  --bf16 --fp8-format hybrid --fp8-recipe tensorwise "${training[@]}" \
+  --recipe tensorwise "${training[@]}" \
   --data-path "${shards[@]}" --split 99,1,0 --save "$save" --load "$save" --save-interval 200 "$@"

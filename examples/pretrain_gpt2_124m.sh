@@ -3,7 +3,7 @@
 #
 #   export DATA_PATH=data/corpus_text_document VOCAB_FILE=data/vocab.json MERGE_FILE=data/merges.txt
 #   SAVE=runs/gpt2/bf16 bash examples/pretrain_gpt2_124m.sh
-#   SAVE=runs/gpt2/fp8 bash examples/pretrain_gpt2_124m.sh --fp8-format hybrid --fp8-recipe tensorwise
+#   SAVE=runs/gpt2/fp8 bash examples/pretrain_gpt2_124m.sh --recipe tensorwise
 #   python3 tools/compare_runs.py runs/gpt2/bf16 runs/gpt2/fp8 --output-dir runs/gpt2/comparison
 #
 # It uses Transformer Engine on a GPU with FP8, and emulated FP8 elsewhere. To print the plan on any machine:

@@ -44,7 +44,7 @@ else
 fi
 
 model=(--model-preset llama3-8b --seq-length 8192)
-precision=(--bf16 --fp8-format hybrid --fp8-recipe tensorwise)
+precision=(--recipe tensorwise)
 # ranks = tensor x context x pipeline x data. Tensor-parallel ranks exchange activations in every layer: keep them
 # within a machine. Pipeline stages exchange little data and may span machines. The remaining ranks are data-parallel.
 # For longer sequences add --context-parallel-size.

@@ -38,7 +38,7 @@ else
 fi
 
 model=(--model-preset llama-1b --seq-length 2048)
-precision=(--bf16 --fp8-format hybrid --fp8-recipe tensorwise)
+precision=(--recipe tensorwise)
 # 512 sequences are a million tokens per step; 27,000 steps are 28 billion tokens, 20 per parameter.
 training=(
   --micro-batch-size 8 --global-batch-size 512 --train-iters 27000

@@ -1,6 +1,6 @@
 """Find the fastest layouts of a model on a number of GPUs, their memory, and what limits their speed.
 
-    megafp8 plan --model-preset llama3-70b --gpus 512 --gpu h200 --fp8-recipe tensorwise
+    megafp8 plan --model-preset llama3-70b --gpus 512 --gpu h200 --recipe tensorwise
     megafp8 plan --model-preset llama3-8b --gpus 64 --gpu h100 --tensor-model-parallel-size 2 --plot plan.png
 
 Accepts all flags of megafp8 pretrain as well. Tensor, pipeline (also interleaved), context and expert parallelism,

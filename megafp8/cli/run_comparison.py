@@ -57,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
                  choices=list(COMPARISON_SIZES)),
         argument("--recipes", f"comma-separated: {', '.join(variants.names())} (default %(default)s); the first is the "
                  "baseline", default=f"{variants.BASELINE},tensorwise", metavar="NAMES"),
-        argument("--variant", "another variant with its flags: edges='--fp8-format hybrid --fp8-recipe tensorwise "
+        argument("--variant", "another variant with its flags: edges='--recipe tensorwise "
                  "--first-last-layers-bf16'", action="append", default=[], metavar="NAME='FLAGS'"),
         int_flag("--seeds", "number of seeds, counted up from --seed (default 1)", default=1),
         int_flag("--parallel", "number of runs at the same time (default 1; with a built-in size one for each core or "
