@@ -1,0 +1,28 @@
+# The commands of the page, by its sections.
+
+# What recipes cost in loss
+bash examples/loss_report_h200.sh queue small "bf16 delayed tensorwise blockwise bf16-control" "1 2 3 4 5" --eval-iters 8
+MINUTES=20 QUEUE_MINUTES=20 bash examples/loss_report_h200.sh queue small "mxfp8 nvfp4" 1 --eval-iters 8
+
+# Other lengths and sizes on GPUs
+GPUS=4 MAX_BYTES=400000000 bash examples/loss_report_h200.sh data
+GPUS=4 MAX_BYTES=400000000 bash examples/loss_report_h200.sh queue large "bf16 delayed tensorwise" 1 --eval-iters 4
+SEEDS=1 RECIPES=bf16,delayed,tensorwise,blockwise bash examples/compare_recipes_h200.sh
+
+# Mixtures
+for seed in 1 2 3; do for recipe in bf16 tensorwise; do
+  bash examples/loss_report_h200.sh mixture $recipe $seed --eval-interval 60 --eval-iters 10
+done; done
+
+# Emulated, on a CPU
+bash examples/compare_recipes.sh
+
+# `--performance max`
+D="--bf16 --fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 1024 --fp8-amax-compute-algo max"
+M="--use-distributed-optimizer --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+megafp8 run-comparison --output-dir runs/max --seeds 10 --recipes tensorwise --variant delayed="$D" \
+    --variant delayed-out="$D --precision output_layer=tensorwise" --variant moments="$D $M" \
+    --variant both="$D $M --precision output_layer=tensorwise" -- FLAGS     # of examples/compare_recipes.sh
+
+# How delayed scaling starts
+python benchmarks/delayed_start.py --plot docs/images/delayed_start.png
