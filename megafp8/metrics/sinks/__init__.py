@@ -90,8 +90,8 @@ def build_sinks(
     """Build the sinks of the logging section, on the rank that writes.
 
     Args:
-        run_folder: the run's folder (--save), for records.jsonl and, unless --tensorboard-dir is given, tensorboard/.
-            None: neither is written.
+        run_folder: the run's folder (--save), for records.jsonl, the ID of the W&B run and, unless --tensorboard-dir is
+            given, tensorboard/. None: none of them is written.
         total_steps: step at which the run ends, for the progress display.
         total_samples: consumed samples at which it ends, for its ETA; None: the ETA counts steps.
         stream: of the console; default standard output.
@@ -107,5 +107,5 @@ def build_sinks(
     if tensorboard_folder:
         sinks.append(TensorBoardSink(tensorboard_folder, logging))
     if logging.wandb_project:
-        sinks.append(WandbSink(logging))
+        sinks.append(WandbSink(logging, run_folder))
     return Sinks(sinks)

@@ -16,7 +16,7 @@ import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Union
+from typing import Any, Optional, Union
 
 from megafp8.config.schema import LoggingConfig
 from megafp8.errors import CapabilityError
@@ -36,6 +36,7 @@ from megafp8.utils.best_effort import LogFile, Outage
 
 # First event of a file, which readers require.
 FILE_VERSION = "brain.Event:2"
+WANDB_ID_FILE = "wandb_run_id"
 VERSUS_SAMPLES = ("lm loss", "learning-rate")
 
 
@@ -147,11 +148,14 @@ class TensorBoardSink:
 class WandbSink:
     """Logs every step, quantization statistics and evaluation to one W&B run, with the run record as configuration.
 
+    A resumed run continues its W&B run, whose ID is in the run folder. Of steps that it repeats, W&B keeps the values
+    that it has. Without a login or the service, the run is written to local files.
+
     Best effort: wandb raises many kinds of exceptions for failures of the service, network or disk. All of them are
     reported and counted, and none stops the run.
     """
 
-    def __init__(self, logging: LoggingConfig):
+    def __init__(self, logging: LoggingConfig, run_folder: Optional[str] = None):
         """
         Raises:
             CapabilityError: wandb is not installed.
@@ -166,13 +170,19 @@ class WandbSink:
         self._histogram = wandb.Histogram
         self._outage = Outage("Weights & Biases", "records")
         self._run: Any = None
+        id_file = None if run_folder is None else Path(run_folder) / WANDB_ID_FILE
+        arguments = {
+            "project": logging.wandb_project,
+            "entity": logging.wandb_entity,
+            "name": logging.wandb_exp_name,
+            "dir": logging.wandb_save_dir,
+        }
         try:
-            self._run = wandb.init(
-                project=logging.wandb_project,
-                entity=logging.wandb_entity,
-                name=logging.wandb_exp_name,
-                dir=logging.wandb_save_dir,
-            )
+            if id_file is not None and id_file.exists():
+                arguments |= {"id": id_file.read_text(encoding="utf-8").strip(), "resume": "allow"}
+            self._run = start_wandb(wandb, arguments)
+            if id_file is not None:
+                id_file.write_text(f"{self._run.id}\n", encoding="utf-8")
         except Exception as error:
             self._outage.failed(error)
 
@@ -211,6 +221,17 @@ class WandbSink:
         self._run.log(values, step=record.step)
         if isinstance(record, EvalRecord):
             self._run.summary[f"final {record.split} loss"] = record.loss
+
+
+def start_wandb(wandb: Any, arguments: Mapping[str, Optional[str]]) -> Any:
+    """A W&B run, as local files if there is no login or no service."""
+    try:
+        return wandb.init(**arguments)
+    except Exception as error:
+        run = wandb.init(**arguments, mode="offline")
+        folder = Path(run.dir).parent
+        print(f"warning: Weights & Biases is offline ({error}); later: wandb login && wandb sync {folder}", flush=True)
+        return run
 
 
 ScalarRecord = Union[StepRecord, QuantizationRecord, GuardRecord, EvalRecord, ExpertRecord]

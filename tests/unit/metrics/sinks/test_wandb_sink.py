@@ -92,7 +92,39 @@ def test_a_service_that_fails_to_start_is_not_retried(monkeypatch, make_run, mak
     sink.write(make_run())
     sink.write(make_step(1))
     sink.close()
-    assert len(calls) == 1
+    assert len(calls) == 2  # online and offline
     warnings = capsys.readouterr().out.splitlines()
     assert ["no network" in text for text in warnings] == [True, False]
     assert warnings[1].endswith("2 records were lost in all")
+
+
+def test_a_resumed_run_continues_its_wandb_run(monkeypatch, tmp_path) -> None:
+    requested = []
+
+    def init(**arguments):
+        requested.append(arguments)
+        return types.SimpleNamespace(id="abc", finish=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, Histogram=None))
+    for _ in range(2):
+        WandbSink(LoggingConfig(wandb_project="p"), str(tmp_path)).close()
+    first, second = requested
+    assert "id" not in first and (second["id"], second["resume"]) == ("abc", "allow")
+
+
+def test_without_a_login_the_run_is_written_offline(monkeypatch, capsys, make_step) -> None:
+    run = FakeRun()
+    run.dir = "runs/offline-run-1/files"
+
+    def init(mode=None, **arguments):
+        if mode != "offline":
+            raise ValueError("No API key configured")
+        return run
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, Histogram=None))
+    sink = WandbSink(LoggingConfig(wandb_project="p"))
+    sink.write(make_step(1))
+    sink.close()
+    assert [step for step, _ in run.rows] == [1]
+    (warning,) = capsys.readouterr().out.splitlines()
+    assert "No API key configured" in warning and "wandb sync runs/offline-run-1" in warning
