@@ -258,16 +258,24 @@ def _size_problems(plan: SplitPlan, opened: dict[str, Any], config: RunConfig) -
         first, end = _document_range(plan, opened[prefix])
         tokens = int(lengths[first:end].sum(dtype=np.int64))
         if tokens < needed:
+            start, stop = plan.bounds
+            share = int(lengths.sum(dtype=np.int64)) * (stop - start)
             problems.append(
                 f"The {plan.name} part of {prefix} has {tokens} tokens (documents {first} to {end} of {len(lengths)}), "
-                f"but one sample needs {needed} (--seq-length {needed - 1} + 1). {_suggestion(plan, config)}"
+                f"but one sample needs {needed} (--seq-length {needed - 1} + 1). "
+                f"{_suggestion(plan, config, has_enough_text=share >= needed)}"
             )
     return problems
 
 
-def _suggestion(plan: SplitPlan, config: RunConfig) -> str:
+def _suggestion(plan: SplitPlan, config: RunConfig, has_enough_text: bool) -> str:
     ways = ["use more text", "a shorter --seq-length"]
-    if derived.split(config) is not None:
+    if has_enough_text:
+        ways = [
+            "Documents are not divided: preprocess with --text-separator, which makes more of a .txt file",
+            "use text of its own (--train-data-path, --valid-data-path)",
+        ]
+    elif derived.split(config) is not None:
         ways.insert(0, f"Increase its proportion (--split, now {derived.split(config)})")
     if plan.split is Split.valid:
         ways.append("no validation (--eval-iters 0)")

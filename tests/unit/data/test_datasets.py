@@ -238,6 +238,13 @@ def test_a_part_without_one_sample_is_refused(shards, tokenizer, split, counts, 
         build_datasets(config, tokenizer, counts)
 
 
+def test_one_document_is_not_divided_and_the_error_says_what_to_do(tmp_path, tokenizer):
+    config = run_config(data_path=(write_shard(tmp_path / "one", num_documents=1),), split="50,50,0")
+    with pytest.raises(DataError, match=r"0 tokens .*--text-separator.*--valid-data-path") as caught:
+        build_datasets(config, tokenizer, (10, 10, 0))
+    assert "Increase" not in str(caught.value)
+
+
 def test_an_empty_test_split_of_the_default_is_omitted(shards, tokenizer):
     config = run_config(data_path=shards[:1])
     assert build_datasets(config, tokenizer, (10, 2, 10))[2] is None
