@@ -27,7 +27,7 @@ from megafp8.utils.files import UnreadableFile, read_text
 from megafp8.utils.strict_json import parse_json
 from megafp8.utils.suggestions import did_you_mean
 
-FLAGS = ("--recipe", "--precision-map")
+FLAGS = ("--recipe", "--precision-map", "--min-lr-ratio", "--num-epochs")
 """Flags that are no settings and that a file may give."""
 Value = Union[bool, str, tuple[str, ...]]
 ReadOption = Callable[[list[str], dict[str, Any], list[str]], None]

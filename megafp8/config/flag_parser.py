@@ -59,6 +59,13 @@ def _add_general_options(parser: argparse.ArgumentParser) -> None:
         help="YAML file with recipes of linear layers and GEMMs; entries of --precision take precedence (see "
         "docs/precision.md)",
     )  # fmt: skip
+    parser.add_argument(
+        "--num-epochs", type=positive_number, metavar="N",
+        help="length of the run in passes over the training data, instead of --train-iters, which it sets",
+    )  # fmt: skip
+    parser.add_argument(
+        "--min-lr-ratio", type=fraction, metavar="R", help="final learning rate over --lr, instead of --min-lr"
+    )
     parser.add_argument("--dry-run", action="store_true", help="check all settings, print the plan of the run and exit")
     parser.add_argument(
         "--world-size", type=whole_number, metavar="N", help="number of ranks to plan for, with --dry-run"
@@ -74,6 +81,20 @@ def _add_general_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-h", "--help", nargs="*", metavar="TOPIC", help="this help, or all about a group or a flag")
     parser.add_argument("--help-all", action="store_true", help="print all flags and exit")
     parser.add_argument("--version", action="version", version=f"megafp8 {__version__}")
+
+
+def positive_number(text: str) -> float:
+    """A number above 0."""
+    if (value := number(text)) <= 0:
+        raise argparse.ArgumentTypeError(f"{printable(text)} must be above 0")
+    return value
+
+
+def fraction(text: str) -> float:
+    """A number from 0 to 1."""
+    if not 0 <= (value := number(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"{printable(text)} must be from 0 to 1")
+    return value
 
 
 def add_setting(group: Any, setting: Setting) -> None:

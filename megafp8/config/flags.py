@@ -49,8 +49,8 @@ def merge(
 
     Args:
         base: the defaults, or the settings of a checkpoint.
-        values: of flags, by setting; entries of the --precision-map file and of lists are added to them. `RECIPE` and
-            `MAP_FILE` are taken out.
+        values: of flags, by setting; entries of the --precision-map file and of lists are added to them. `RECIPE`,
+            `MAP_FILE` and `MIN_LR_RATIO` are taken out.
         from_file: of the configuration file, likewise.
         warnings: to which what overrides what is added.
         problems: to which an unknown preset and unreadable files are added.
@@ -62,6 +62,7 @@ def merge(
 
     recipe_of_file, recipe = from_file.pop(RECIPE, None), values.pop(RECIPE, None)
     map_of_file, map_path = from_file.pop(MAP_FILE, None), values.pop(MAP_FILE, None)
+    ratio_of_file, ratio = from_file.pop(MIN_LR_RATIO, None), values.pop(MIN_LR_RATIO, None)
     named = values.get("model.model_preset")
     if named is not None and any(name.startswith("model.") for name in from_file):
         from_file = {name: value for name, value in from_file.items() if not name.startswith("model.")}
@@ -86,6 +87,10 @@ def merge(
     for name in set(ACCUMULATED) & set(values):
         values[name] = (*value_of(config, name), *values[name])
     config = with_values(config, values)
+    if ratio is not None and MIN_LR in values:
+        problems.append("--min-lr and --min-lr-ratio are both given: keep one")
+    elif (share := ratio_of_file if ratio is None and MIN_LR not in values else ratio) is not None:
+        config = with_values(config, {MIN_LR: share * (config.optimizer.lr or 0)})  # a missing --lr is reported
     if chosen := recipe or recipe_of_file:
         own = values if recipe else from_file | values
         config = recipe_values.apply_recipe(config, chosen, own, warnings, problems)
@@ -112,7 +117,7 @@ def _read_precision_map(path: str, problems: list[str]) -> tuple[str, ...]:
 
 # ----------------------------------------------------------------------------------------------------------------------
 
-RECIPE, MAP_FILE = "recipe", "precision_map_file"
+RECIPE, MAP_FILE, MIN_LR_RATIO, MIN_LR = "recipe", "precision_map_file", "min_lr_ratio", "optimizer.min_lr"
 """Options whose values are those of other settings."""
 MODEL_PRESET, UNKNOWN = "--model-preset", "unknown flag "
 _MISSING = re.compile(r"\bmissing\b|^no training data|^learned position embeddings need")
@@ -131,6 +136,7 @@ class ParsedArgs:
         dry_run: whether to print the plan of the run and stop.
         world_size: ranks of the dry run; None is the actual number.
         target: machine of the dry run; None is this one.
+        num_epochs: length of the run in epochs; `data.epochs` makes steps of it.
         strict: a dry run that does not fit ends with status 1.
         warnings: messages about flags without effect.
     """
@@ -141,6 +147,7 @@ class ParsedArgs:
     dry_run: bool = False
     world_size: Optional[int] = None
     target: Optional[str] = None
+    num_epochs: Optional[float] = None
     strict: bool = False
     warnings: tuple[str, ...] = ()
 
@@ -154,6 +161,8 @@ def parse(argv: Sequence[str]) -> ParsedArgs:
         ConfigError: with all problems that `parse_with_problems` finds.
     """
     parsed, problems = parse_with_problems(argv)
+    if parsed.num_epochs is not None:
+        problems.append("--num-epochs: only `megafp8 pretrain`, also with --dry-run, reads data; give --train-iters")
     if problems:
         raise ConfigError(problems)
     return parsed
@@ -183,14 +192,18 @@ def parse_with_problems(
         if option[0] in parser._option_string_actions:
             _read_option(parser, option, values, problems)
     config_path = values.pop("config", None)
+    epochs_of_flag = values.pop("num_epochs", None)
     options = {name: values.pop(name) for name in ("dry_run", "world_size", "target", "strict") if name in values}
-    given = frozenset(values) - {RECIPE, MAP_FILE}
+    given = frozenset(values) - {RECIPE, MAP_FILE} | ({MIN_LR} if MIN_LR_RATIO in values else set())
+    given -= {MIN_LR_RATIO}
     base = with_values(RunConfig(), from_checkpoint)
     of_file: dict[str, Any] = {}
     if config_path is not None:
         from megafp8.config.config_file import read_config  # here, so that --help does not import it
 
         of_file = read_config(config_path, functools.partial(_read_option, parser), of_sources)
+    epochs_of_file = of_file.pop("num_epochs", None)
+    options["num_epochs"] = epochs_of_flag if epochs_of_flag is not None else epochs_of_file
     config, from_file = merge(base, values, of_file, warnings, of_sources)
     given_flags = {option[0] for option in expanded} | flags_set(config)
     unknown = [

@@ -89,7 +89,6 @@ MAX_LINES = 9
 """Limit of each list in the summary."""
 MAX_WORDS = 6
 NO_SPEED = "speed: not predicted (the run does not fit)"
-SIZE_SETTINGS = ("training.micro_batch_size", "training.micro_batch_size_memory_limit")
 DATA_PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 
 
@@ -124,7 +123,7 @@ def describe_run(validated: ValidatedRun) -> DryRun:
         first, text = micro_batch_text(validated)
         validated, automatic = check_with_size(validated, first), [text if is_verbose else text.splitlines()[0]]
     config, target, implementation = validated.invocation.config, validated.target, validated.implementation
-    listed = with_values(config, {name: value_of(requested, name) for name in SIZE_SETTINGS})  # with `auto`
+    listed = with_values(config, {name: value_of(requested, name) for name in micro_batch.SIZE_SETTINGS})  # with `auto`
     has_transformer_engine = importlib.util.find_spec("transformer_engine") is not None
     # megatron-core's checks of experts ask for the version of Transformer Engine.
     asks_version = is_mixture(config.model) and not has_transformer_engine

@@ -19,6 +19,7 @@ from megafp8.config.settings import with_values
 from megafp8.errors import ConfigError
 from megafp8.resources.memory import estimate_stages
 
+SIZE_SETTINGS = tuple(f"training.micro_batch_size{end}" for end in ("", "_memory_limit", "_max"))
 MAX_PREDICTED_RATIO = 1.5
 """Sizes with a prediction above this multiple of the limit are not tried. Predictions were within a quarter of measured
 peaks."""
@@ -139,8 +140,7 @@ def is_auto(config: RunConfig) -> bool:
 
 def with_size(config: RunConfig, size: int) -> RunConfig:
     """The configuration as if its command line had given this size."""
-    values = {"training.micro_batch_size": size, "training.micro_batch_size_memory_limit": None}
-    return with_values(config, values)
+    return with_values(config, {**dict.fromkeys(SIZE_SETTINGS), "training.micro_batch_size": size})
 
 
 def with_constant_batch(config: RunConfig, batch_size: int) -> RunConfig:
@@ -186,7 +186,8 @@ def _problems_by_size(config: RunConfig, world_size: int) -> dict[int, list[str]
     if batch is None or batch < 1 or batch % ranks:
         return {}
     rank_batch = batch // ranks
-    divisors = (size for size in range(1, rank_batch + 1) if rank_batch % size == 0)
+    largest = min(rank_batch, config.training.micro_batch_size_max or rank_batch)
+    divisors = (size for size in range(1, largest + 1) if rank_batch % size == 0)
     return {size: rules.setting_problems(with_size(config, size), world_size) for size in divisors}
 
 

@@ -17,6 +17,7 @@ from megafp8.config.megatron_flags import NO_EFFECT
 from megafp8.config.rules.precision import fuses_swiglu_quantization, triton_cast_recipes, uses_op_fuser
 from megafp8.config.schema import RunConfig
 from megafp8.config.schema.precision import EXCLUDED_BY_DEFAULT, NO_PATTERN
+from megafp8.data.epochs import with_epochs
 from megafp8.data.manifest_tokenizer import with_tokenizer_of_shards
 from megafp8.device import capability, layer_support
 from megafp8.device.capability import Target
@@ -125,6 +126,8 @@ def check(parsed: ParsedArgs, problems: list[str]) -> ValidatedRun:
     warnings, problems = list(parsed.warnings), list(problems)
     config = with_tokenizer_of_shards(parsed.config, warnings, problems)
     ranks = parsed.world_size or world_size()
+    if parsed.num_epochs is not None:
+        config = with_epochs(config, parsed.num_epochs, ranks, warnings, problems)
     silence_other_ranks(config.logging)  # before megatron-core is imported
     limit_device_connections(config.parallel.tensor_model_parallel_size)
     if config.precision.deterministic_mode:
@@ -132,7 +135,7 @@ def check(parsed: ParsedArgs, problems: list[str]) -> ValidatedRun:
     target = capability.TARGETS[parsed.target] if parsed.target else capability.detect_target()
     requested = config
     config, choices = choose(requested, target, ranks, saved_config, parsed.given)
-    parsed = dataclasses.replace(parsed, config=config)
+    parsed = dataclasses.replace(parsed, config=config, num_epochs=None)
     found = micro_batch.setting_problems(config, ranks)  # of all rules, also with a size that is not known yet
     if micro_batch.is_auto(config) and not found:
         # Choices that wait for the size, such as a CUDA graph, may break rules: reported before the trials.

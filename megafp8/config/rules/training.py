@@ -54,7 +54,7 @@ def length_is_given_once(config: RunConfig, world_size: int) -> Iterator[str]:
     """The length of the run is given in steps or in samples."""
     iters, samples = config.training.train_iters, config.training.train_samples
     if iters is None and samples is None:
-        yield "the length of the run is missing: give --train-iters (optimizer steps) or --train-samples (sequences)"
+        yield "the length of the run is missing: give --train-iters (optimizer steps), --train-samples or --num-epochs"
     elif iters is not None and samples is not None:
         yield f"--train-iters {iters} and --train-samples {samples} are both given: keep one"
 

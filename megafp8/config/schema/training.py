@@ -47,6 +47,11 @@ class TrainingConfig:
         metavar="GIB", range=POSITIVE_LIMIT, requires="--micro-batch-size auto", role=NO_ROLE,
         unset="95% of the GPU's memory, or of the free memory of a CPU rank", unit="GiB", megatron=OWN,
     )
+    micro_batch_size_max: Optional[int] = setting(
+        None, "largest size that --micro-batch-size auto tries",
+        range=AT_LEAST_1, requires="--micro-batch-size auto", role=NO_ROLE, unset="no limit", unit="sequences",
+        megatron=OWN,
+    )
     global_batch_size: Optional[int] = setting(
         None, "sequences per optimizer step",
         range=AT_LEAST_1, role=Role.LEARNING | Role.SAMPLES | Role.MEMORY,

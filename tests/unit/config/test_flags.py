@@ -243,3 +243,16 @@ def test_files_of_earlier_versions_have_settings_that_are_gone_with_their_defaul
     assert settings.from_json('{"training": {"planted_fault": "none", "planted_fault_growth": 1.05}}') == RunConfig()
     with pytest.raises(ConfigError, match="training.planted_fault: 'inflated-qk': a run plants no faults; use"):
         settings.from_json('{"training": {"planted_fault": "inflated-qk"}}')
+
+
+def test_the_final_learning_rate_may_be_a_ratio(tmp_path) -> None:
+    (tmp_path / "run.yaml").write_text("lr: 1e-3\nmin_lr_ratio: 0.1\n", encoding="utf-8")
+    words = ["--config", str(tmp_path / "run.yaml")]
+    assert flags.parse(words).config.optimizer.min_lr == pytest.approx(1e-4)
+    assert flags.parse([*words, "--min-lr", "5e-5"]).config.optimizer.min_lr == 5e-5
+    parsed = flags.parse([*words, "--min-lr-ratio", "0.5"])
+    assert parsed.config.optimizer.min_lr == 5e-4 and "optimizer.min_lr" in parsed.given
+    with pytest.raises(ConfigError, match="--min-lr-ratio are both given"):
+        flags.parse([*words, "--min-lr", "5e-5", "--min-lr-ratio", "0.5"])
+    with pytest.raises(ConfigError, match="2 must be from 0 to 1"):
+        flags.parse(["--min-lr-ratio", "2"])

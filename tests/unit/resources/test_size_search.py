@@ -100,6 +100,7 @@ def test_sizes_divide_the_batch_of_a_rank_and_break_no_rule() -> None:
         return possible_sizes(flags.parse(f"{SHAPE} --micro-batch-size auto {extra}".split()).config, world_size)
 
     assert sizes("--global-batch-size 48", 2) == [1, 2, 3, 4, 6, 8, 12, 24]
+    assert sizes("--global-batch-size 48 --micro-batch-size-max 5", 2) == [1, 2, 3, 4]
     assert sizes("--global-batch-size 48 --tensor-model-parallel-size 2", 4) == [1, 2, 3, 4, 6, 8, 12, 24]
     virtual = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4"
     assert sizes(f"--global-batch-size 12 {virtual}", 2) == [1, 2, 3, 6], "microbatches come in pairs"

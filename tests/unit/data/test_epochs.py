@@ -1,0 +1,57 @@
+"""Steps of a run whose length is given in epochs, against the samples that the data set has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from shard_writer import ShardWriter
+
+from megafp8.config import flags
+from megafp8.config.schema import RunConfig
+from megafp8.data.epochs import with_epochs
+
+TOKENS = 50
+
+
+def write_shard(prefix: Path, num_documents: int) -> str:
+    with ShardWriter(str(prefix), np.dtype(np.uint16)) as writer:
+        for _ in range(num_documents):
+            writer.add_documents(np.arange(TOKENS, dtype=np.uint16).tobytes(), np.array([TOKENS], np.int32))
+        writer.finish()
+    return str(prefix)
+
+
+def resolved(flag_text: str, num_epochs: float, ranks: int = 1) -> tuple[RunConfig, list[str], list[str]]:
+    warnings: list[str] = []
+    problems: list[str] = []
+    config = flags.parse_with_problems(flag_text.split())[0].config
+    return with_epochs(config, num_epochs, ranks, warnings, problems), warnings, problems
+
+
+def test_an_epoch_is_the_training_part_of_all_shards(tmp_path: Path) -> None:
+    shards = [write_shard(tmp_path / name, 100) for name in "ab"]
+    common = "--seq-length 20 --micro-batch-size 2 --global-batch-size 8"
+    config, (text,), problems = resolved(f"{common} --split 90,10,0 --data-path {' '.join(shards)}", 2)
+    assert problems == [] and config.training.train_iters == 113  # 2 x 10,000 tokens x 0.9 / 20 / 8 = 112.5
+    assert text == "--num-epochs 2: --train-iters 113 (an epoch is 450 samples = 56.2 steps)"
+    config, _, _ = resolved(f"{common} --train-data-path {shards[0]}", 0.5, ranks=2)
+    assert config.training.train_iters == 16  # 0.5 x 5,000 / 20 / 8 = 15.6
+
+
+@pytest.mark.parametrize(
+    ("flag_text", "reason"),
+    [
+        ("--mock-data", "needs the shards"),
+        ("--data-path 0.3 {a} 0.7 {a}", "a blend with weights"),
+        ("--data-path {a} --train-iters 5", "keep one"),
+        ("--data-path {a} --global-batch-size 8 --rampup-batch-size 2 2 80", "changes during the run"),
+        ("--data-path {a}/gone", "missing"),
+    ],
+)
+def test_what_has_no_epochs_is_refused(tmp_path: Path, flag_text: str, reason: str) -> None:
+    shard = write_shard(tmp_path / "a", 10)
+    text = f"--seq-length 20 --micro-batch-size 2 {flag_text.format(a=shard)}"
+    _, _, (problem,) = resolved(text, 1)
+    assert problem.startswith("--num-epochs 1") and reason in problem
