@@ -33,6 +33,8 @@ def test_every_entry_names_flags_that_exist_and_no_name_is_a_flag() -> None:
         ("--max-steps", False, "use --train-iters"),
         ("training.local_batch_size", False, "use --micro-batch-size"),
         ("num_kv_heads", True, "use num_query_groups, with group_query_attention"),
+        ("--max-batch-size", False, "use --micro-batch-size-max, with --micro-batch-size auto"),
+        ("num_train_epochs", True, "use num_epochs"),
         ("--fp8_interval", True, "remove it: the scales are updated in every step"),
         ("steps_of_nothing", False, ""),
     ],
