@@ -20,6 +20,10 @@ from typing import Any, Optional
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # also where Transformer Engine is not installed
+    print(__doc__)
+    sys.exit()
+
 import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as te_recipes

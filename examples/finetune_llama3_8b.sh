@@ -4,6 +4,8 @@
 #   hf download meta-llama/Meta-Llama-3-8B --local-dir Meta-Llama-3-8B --exclude "original/*"
 #   HF_MODEL=Meta-Llama-3-8B DATA_PATH=data/corpus_text_document bash examples/finetune_llama3_8b.sh
 #
+# It needs the libraries of the extra hf: pip install -e '.[hf]'
+#
 # First the weights are converted to a checkpoint, once (tools/convert_checkpoint.py). Create the shards with the
 # model's tokenizer: tools/preprocess_data.py --tokenizer-type HuggingFaceTokenizer --tokenizer-model Meta-Llama-3-8B.
 # If the run is interrupted, start it again to resume from its last checkpoint. To convert the result back for

@@ -86,8 +86,13 @@ def main(argv: Optional[list[str]] = None) -> int:
     except ImportError as error:
         print(f"datasets cannot be imported ({error}). Install it: pip install -e '.[datasets]'", file=sys.stderr)
         return 64
-    dataset = datasets.load_dataset(options.dataset, options.config, split=options.split, streaming=True)
-    num_documents, num_bytes = download(dataset, options.output, options.gigabytes and options.gigabytes * 1e9)
+    try:
+        dataset = datasets.load_dataset(options.dataset, options.config, split=options.split, streaming=True)
+        num_documents, num_bytes = download(dataset, options.output, options.gigabytes and options.gigabytes * 1e9)
+    except (OSError, ValueError) as error:  # no network, no such dataset, no space; the library raises subclasses
+        print(f"{options.dataset} {options.config}: {type(error).__name__}: {error}", file=sys.stderr)
+        print("The same command continues after the last complete file.", file=sys.stderr)
+        return 74
     print(f"{options.output}: {num_documents:,} documents, {num_bytes / 1e9:.2f} GB of text")
     return 0
 

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from collections.abc import Sequence
 
 from megafp8.cli.command_flags import add_flags, argument, float_flag, int_flag, path_flag, switch
-from megafp8.cli.common import TRAINING_SCRIPT, Parser, build_command_parser, returns_exit_status, stderr_log
+from megafp8.cli.common import Parser, build_command_parser, returns_exit_status, stderr_log, training_command
 from megafp8.config import variants
 from megafp8.errors import INTERNAL, PREEMPTED, ConfigError
 from megafp8.launch.compared_runs import discard_partial_checkpoints, run_problems
@@ -27,7 +26,8 @@ from megafp8.recipes import registry
 from megafp8.resilience.run_state import finished_state
 from megafp8.utils.files import atomic_write_json, atomic_write_text
 
-FP32 = "fp32"
+UNQUANTIZED = {"fp32": (), "fp16": ("--fp16",)}
+"""Flags of the precisions that are no variants of BF16."""
 TRAINING, SEARCH = "training", "largest"
 SEARCH_STEPS = 2
 log = stderr_log("precision-table: ")
@@ -37,8 +37,9 @@ def build_parser() -> argparse.ArgumentParser:
     return add_flags(
         build_command_parser(__doc__, Parser),
         path_flag("--output-dir", "folder of all runs and the table", required=True, metavar="D"),
-        argument("--precisions", f"comma-separated: {FP32}, {', '.join(variants.names())}; default: see above. The "
-                 "first is the baseline", metavar="NAMES"),
+        argument("--precisions", f"comma-separated: {', '.join((*UNQUANTIZED, *variants.names()))}; default: see "
+                 "above. The first is the baseline", metavar="NAMES"),
+        int_flag("--nproc-per-node", "ranks of each run (default: %(default)s)", default=1),
         int_flag("--search-batch", "global batch of the search for the largest micro-batch, whose divisors are tried "
                  "(default: %(default)s; 0: no search)", default=512),
         float_flag("--memory-limit", "memory that the search may use (default: 95%% of the GPU, or of the machine's "
@@ -54,7 +55,7 @@ def default_precisions(native: Sequence[str]) -> list[str]:
     known = [recipe for recipe in registry.recipes() if recipe.te_recipe_class is not None]
     fp8 = [recipe.name for recipe in known if recipe.family == "fp8"]
     chosen = [name for name in fp8 if name in native] or fp8
-    return [FP32, variants.BASELINE, *chosen, *(recipe.name for recipe in known if recipe.family == "fp4")]
+    return ["fp32", variants.BASELINE, *chosen, *(recipe.name for recipe in known if recipe.family == "fp4")]
 
 
 def native_recipes() -> list[str]:
@@ -73,6 +74,11 @@ def plan_runs(options: argparse.Namespace, names: Sequence[str]) -> list[PooledR
     shared, problems = variants.parse_shared_flags(options.flags, str(options.output_dir))
     if options.search_batch < 0:
         problems.append(f"--search-batch {options.search_batch}: must be at least 1, or 0 for no search")
+    if options.nproc_per_node < 1:
+        problems.append(f"--nproc-per-node {options.nproc_per_node} must be at least 1")
+    if unknown := [name for name in names if name not in UNQUANTIZED and not variants.is_known(name)]:
+        choices = (*UNQUANTIZED, *variants.names())
+        problems += [f"--precisions {variants.unknown_name_text(name, choices)}" for name in unknown]
     if len(set(names)) < len(names) or not names:
         problems.append(f"--precisions {options.precisions!r}: give at least one name, and each once")
     if shared.precision.bf16 or shared.precision.fp16:
@@ -80,9 +86,9 @@ def plan_runs(options: argparse.Namespace, names: Sequence[str]) -> list[PooledR
     if problems:
         raise ConfigError(problems)
     limit = () if options.memory_limit is None else ("--micro-batch-size-memory-limit", str(options.memory_limit))
-    runs = []
+    runs, ranks = [], options.nproc_per_node
     for name in names:
-        own = () if name == FP32 else variants.build_variant(name, shared, 1).flags
+        own = UNQUANTIZED[name] if name in UNQUANTIZED else variants.build_variant(name, shared, ranks).flags
         search = (
             "--micro-batch-size", "auto", "--global-batch-size", str(options.search_batch),
             "--train-iters", str(SEARCH_STEPS), "--eval-iters", "0", *limit,
@@ -91,9 +97,9 @@ def plan_runs(options: argparse.Namespace, names: Sequence[str]) -> list[PooledR
             folder = options.output_dir / name / part
             words = [*options.flags, *own, *more, "--save", str(folder), "--load", str(folder)]
             trained = folder if part == TRAINING else None  # a search records the size that it found
-            problems += [f"{name}, {part}: {text}" for text in run_problems(words, 1, trained)]
-            command = (sys.executable, str(TRAINING_SCRIPT), *words)
-            runs.append(PooledRun(name=f"{name}/{part}", command=command, folder=folder, gpus=1))
+            problems += [f"{name}, {part}: {text}" for text in run_problems(words, ranks, trained)]
+            command = training_command(words, ranks)
+            runs.append(PooledRun(name=f"{name}/{part}", command=command, folder=folder, gpus=ranks))
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return runs
@@ -116,7 +122,10 @@ def run_all(runs: Sequence[PooledRun]) -> tuple[list[RunOutcome], bool]:
         else:
             log(f"{outcome.run.name}: NOT DONE: {outcome.reason}; see {outcome.run.folder / OUTPUT_FILE}")
 
-    gpus = ["0"] if count_gpus() else []
+    num_gpus, needed = count_gpus(), max((run.gpus for run in runs), default=0)
+    if 0 < num_gpus < needed:
+        raise ConfigError(f"--nproc-per-node {needed}: this machine has {num_gpus} GPUs")
+    gpus = [str(index) for index in range(min(needed, num_gpus))]
     pool = ProcessPool(1, gpus, on_start=lambda run, _: log(f"{run.name}: started"), on_end=ended)
     return pool.run(waiting), pool.is_stopping
 

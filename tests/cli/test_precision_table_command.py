@@ -13,7 +13,7 @@ import pytest
 from forked_python import forked_python
 
 from megafp8.analysis.precision_rows import PrecisionRow, cells_of, table_markdown
-from megafp8.cli import precision_table
+from megafp8.cli import common, precision_table
 from megafp8.recipes import registry
 
 TOOL = Path(__file__).resolve().parents[2] / "tools/precision_table.py"
@@ -69,7 +69,7 @@ def test_a_run_that_fails_is_reported_and_resumed(finished, capsys, monkeypatch)
     folder, _ = finished
     for path in (folder / "nvfp4/training").glob("*state*"):
         path.unlink()
-    monkeypatch.setattr(precision_table, "TRAINING_SCRIPT", Path("no such script"))
+    monkeypatch.setattr(common, "TRAINING_SCRIPT", Path("no such script"))
     assert precision_table.main(["--output-dir", str(folder), *OPTIONS, "--", *FLAGS]) == 70
     output = capsys.readouterr()
     assert "3 of 4 runs are done already" in output.err
@@ -83,7 +83,7 @@ def test_a_run_that_fails_is_reported_and_resumed(finished, capsys, monkeypatch)
     [
         (("--precisions", "fp32,fp32"), FLAGS, "each once"),
         (("--precisions", ""), FLAGS, "at least one name"),
-        (("--precisions", "fp6"), FLAGS, "recipe fp6: unknown"),
+        (("--precisions", "fp6"), FLAGS, "--precisions fp6: unknown; choose from fp32, fp16"),
         (("--search-batch", "-1"), FLAGS, "--search-batch -1: must be at least 1"),
         ((), [*FLAGS, "--bf16"], "set by --precisions"),
         ((), [*FLAGS, "--fp8-recipe", "mxfp8", "--fp8-format", "e4m3"], "--fp8-recipe in the flags of all runs"),
@@ -141,3 +141,11 @@ def test_the_file_of_a_search_is_checked() -> None:
     for wrong in ({}, {"trials": [{}]}, {"trials": []}, None):
         with pytest.raises(DataError, match="not the result of a search"):
             with_sizes(PrecisionRow(name="a"), run, wrong)
+
+
+def test_ranks_and_half_precision_reach_the_commands(capsys, tmp_path) -> None:
+    options = ["--output-dir", str(tmp_path / "out"), "--precisions", "fp16,tensorwise", "--search-batch", "0"]
+    assert precision_table.main([*options, "--nproc-per-node", "2", "--dry-run", "--", *FLAGS]) == 0
+    half, fp8 = capsys.readouterr().out.splitlines()
+    assert "torch.distributed.run --standalone --nproc-per-node 2" in half and "--fp16" in half and "--bf16" not in half
+    assert "--bf16" in fp8 and "--nproc-per-node 2" in fp8
