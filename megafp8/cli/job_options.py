@@ -111,7 +111,7 @@ def check_training(job: Job) -> None:
     problems: list[str] = []
     for words in job.commands:
         parsed, wrong = flags.parse_with_problems(words)
-        wrong += flags.drop_follow_ups(rules.setting_problems(parsed.config, job.world_size), wrong)
+        wrong += flags.drop_follow_ups(parsed, rules.setting_problems(parsed.config, job.world_size), wrong)
         if "--dry-run" in words:
             wrong = [*wrong, "--dry-run among the flags of training: the job would not train; give it before --"]
         problems += [text for text in wrong if text not in problems]

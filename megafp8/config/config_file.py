@@ -144,7 +144,8 @@ def _parse(path: str) -> tuple[dict[str, Any], list[ConfigEntry]]:
     try:
         tree = parse_json(text, unique_keys=True)
     except UnreadableFile as error:
-        raise ConfigError(f"--config {path}: {error.reason}") from error
+        hint = "" if path.endswith(".json") else "; the name of a YAML file ends in .yaml or .yml"
+        raise ConfigError(f"--config {path}: {error.reason}{hint}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"--config {path}: not a JSON object of flags, but a {type(tree).__name__}")
     typed = {key: value for key, value in tree.items() if isinstance(value, dict) or key in settings_by_name()}

@@ -119,7 +119,9 @@ def _read_precision_map(path: str, problems: list[str]) -> tuple[str, ...]:
 
 RECIPE, MAP_FILE, MIN_LR_RATIO, MIN_LR = "recipe", "precision_map_file", "min_lr_ratio", "optimizer.min_lr"
 """Options whose values are those of other settings."""
-MODEL_PRESET, UNKNOWN = "--model-preset", "unknown flag "
+MODEL_PRESET = "--model-preset"
+_UNKNOWN = re.compile(r"(?:\S+:\d+: )?unknown (?:flag|key) \S+ *(.*)")
+"""With the suggestion, from the problem of a flag or of a key of a configuration file."""
 _MISSING = re.compile(r"\bmissing\b|^no training data|^learned position embeddings need")
 """In problems of a value that is not given."""
 _NEGATIVE_NUMBER = re.compile(r"-\.?\d")
@@ -139,6 +141,7 @@ class ParsedArgs:
         num_epochs: length of the run in epochs; `data.epochs` makes steps of it.
         strict: a dry run that does not fit ends with status 1.
         warnings: messages about flags without effect.
+        is_unread: whether nothing of the --config file, or less than half of what was given, could be read.
     """
 
     config: RunConfig
@@ -150,6 +153,7 @@ class ParsedArgs:
     num_epochs: Optional[float] = None
     strict: bool = False
     warnings: tuple[str, ...] = ()
+    is_unread: bool = False
 
 
 def parse(argv: Sequence[str]) -> ParsedArgs:
@@ -202,6 +206,9 @@ def parse_with_problems(
         from megafp8.config.config_file import read_config  # here, so that --help does not import it
 
         of_file = read_config(config_path, functools.partial(_read_option, parser), of_sources)
+    num_read = len(given | of_file.keys())
+    # A first word that is no flag may have been meant as a file.
+    is_file_unread = not of_file if config_path is not None else any(not option[0] for option in expanded)
     epochs_of_file = of_file.pop("num_epochs", None)
     options["num_epochs"] = epochs_of_flag if epochs_of_flag is not None else epochs_of_file
     config, from_file = merge(base, values, of_file, warnings, of_sources)
@@ -216,7 +223,9 @@ def parse_with_problems(
     if options.get("strict") and not options.get("dry_run"):
         of_sources.append("--strict has no effect without --dry-run: give --dry-run, or remove it")
     problems = [*itertools.chain(*found), *of_sources]
-    return ParsedArgs(config=config, given=given, from_file=from_file, warnings=tuple(warnings), **options), problems
+    is_unread = is_file_unread or len(problems) > num_read
+    parsed = ParsedArgs(config, given, from_file, warnings=tuple(warnings), is_unread=is_unread, **options)
+    return parsed, problems
 
 
 # ---- one option at a time -----------------------------------------------------------------------------------------
@@ -299,14 +308,15 @@ def _classify(
     refused: dict[str, tuple[list[str], list[str]]] = {}  # reason to the problems of the first flag, and all flags
     for (flag, *words), problems in unknown:
         if not flag:
-            problems.append(f"{words[0]!r} does not belong to any flag")
+            hint = "; configuration files end in .yaml, .yml or .json"
+            problems.append(f"{words[0]!r} does not belong to any flag{hint}")
             continue
         if flag in settings_by_flag():
             refused.setdefault(settings_by_flag()[flag].former, (problems, []))[1].append(flag)
             continue
         verdict = megatron_flags.classify(flag, words, given)
         if verdict is None:
-            problems.append(f"{UNKNOWN}{flag}{_suggestion(parser, flag)}")
+            problems.append(f"unknown flag {flag}{_suggestion(parser, flag)}")
         elif verdict.accepted:
             warnings.append(verdict.text)
         else:
@@ -379,31 +389,36 @@ def to_argv(config: RunConfig) -> list[str]:
 # ---- problems -----------------------------------------------------------------------------------------------------
 
 
-def drop_follow_ups(found: list[str], problems: list[str]) -> list[str]:
+def drop_follow_ups(parsed: ParsedArgs, found: list[str], problems: list[str]) -> list[str]:
     """The problems that rules found, without those that follow from what the parser found.
 
     Args:
-        problems: found by the parser. Rules see another value than one that it could not read, none where an unknown
-            flag was meant to give it, and no layers where `--hybrid-layer-pattern`, which is refused, gives them.
+        found: by rules. They see another value than one that the parser could not read, none where an unknown flag or
+            key was meant to give it, and no layers where `--hybrid-layer-pattern`, which is refused, gives them.
+        problems: found by the parser.
     """
     starts = (re.match(r"(?:\S+:\d+: )?(--[a-z0-9-]+(, --[a-z0-9-]+)*)", problem) for problem in problems)
     misread = {flag for start in starts if start for flag in start[1].split(", ")}
-    meant = [
-        _flags_in(problem.removeprefix(UNKNOWN).partition(" ")[2]) - {"--help-all"}
-        for problem in problems if problem.startswith(UNKNOWN)
-    ]  # fmt: skip
+    meant = [_suggested(unknown[1]) for unknown in map(_UNKNOWN.match, problems) if unknown]
     absent = misread.union(*meant)
     if MODEL_PRESET in absent:
         absent |= {flag for each in all_settings() if each.section == "model" for flag in each.flags}
     if any(flag.startswith("--hybrid-") for flag in misread):
         absent.add("--num-layers")
     left = [problem for problem in found if problem.split(" ", 1)[0].rstrip(":") not in misread]
-    # Any value may be the one that an unknown flag without a suggestion was meant to give.
+    # Any value may be the one that an unknown flag without a suggestion, or what could not be read, was meant to give.
+    is_any_absent = bool(problems) and (parsed.is_unread or not all(meant))
     return [
         problem for problem in left
-        if not (_MISSING.search(problem) and (not all(meant) or absent & _flags_in(problem)))
+        if not (_MISSING.search(problem) and (is_any_absent or not absent.isdisjoint(_flags_in(problem))))
     ]  # fmt: skip
 
 
 def _flags_in(text: str) -> set[str]:
     return set(re.findall(r"--[a-z0-9-]+", text))
+
+
+def _suggested(text: str) -> set[str]:
+    """The flags that a suggestion names, also as keys of a configuration file."""
+    named = {f"--{word.lstrip('-').replace('_', '-')}" for word in re.findall(r"[\w-]+", text)}
+    return named & cached_parser()._option_string_actions.keys() - {"--help-all"}

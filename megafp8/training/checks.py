@@ -161,7 +161,7 @@ def check(parsed: ParsedArgs, problems: list[str]) -> ValidatedRun:
         )
     else:
         warnings += (f"on this machine: {problem}" for problem in local_problems)
-    found = problems + drop_follow_ups(found, problems)
+    found = problems + drop_follow_ups(parsed, found, problems)
     if config.overrides and target.problem is None:
         # Imported only here: megatron-core takes seconds to import, which other errors should not wait for.
         cpu_patches.install()

@@ -85,7 +85,8 @@ def _parse(text: str, path: Optional[AnyPath], as_written: bool, has_values: boo
         if mark is None:
             raise UnreadableFile(f"not YAML: {error.problem}", path) from error
         written = next(iter(text.splitlines()[mark.line :]), "").strip()
-        raise UnreadableFile(f"not YAML: {printable(written)!r}: {error.problem}", path, line=mark.line + 1) from error
+        quoted = f"{printable(written)!r}: " if written else ""  # the end of the file has nothing to quote
+        raise UnreadableFile(f"not YAML: {quoted}{error.problem}", path, line=mark.line + 1) from error
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # also escapes and numbers that are out of range
         raise UnreadableFile(f"not YAML: {error}", path) from error
 

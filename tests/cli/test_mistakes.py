@@ -43,6 +43,16 @@ FLAGS = {
     f"{RUN} --output_dir x": (64, "use --save"),
     f"{RUN} --training.steps 3": (64, "use --train-iters"),
     "pretrain --frobnicate 3": (64, "1 problem with the settings:\n  - unknown flag --frobnicate; see --help"),
+    "pretrain gone.yaml": (64, "1 problem with the settings:\n  - --config gone.yaml: cannot be read: No such file"),
+    "pretrain files --bf16": (64, "1 problem with the settings:\n  - 'files' does not belong to any flag"),
+    "pretrain folder.yaml --bf16": (64, "1 problem with the settings:\n  - --config folder.yaml: cannot be read"),
+    "pretrain --config files/notes.txt": (64, "1 problem with the settings:\n  - --config files/notes.txt: not JSON"),
+    "pretrain map.yaml": (64, "1 problem with the settings:\n  - map.yaml:1: not YAML"),
+    "pretrain key.yaml --seq-length 8 --bf16": (
+        64, "1 problem with the settings:\n  - key.yaml:1: unknown key `learning_rate`; use lr"
+    ),
+    "pretrain --planted-fault x": (64, "1 problem with the settings:\n  - --planted-fault: a run plants no faults"),
+    "pretrain --learning_rate 3 --max_steps 3 --bf16": (64, "2 problems with the settings:\n  - unknown flag"),
     f"pretrain --model-preset llama3-8c {STEPS} {NULL} --mock-data --seq-length 8": (
         64, "1 problem with the settings:\n  - --model-preset llama3-8c: unknown preset; did you mean llama3-8b?"
     ),
@@ -97,6 +107,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "qwen/config.json": '{"model_type": "qwen2"}', "qwen/model.safetensors": "", "files/notes.txt": "",
         "indent.yaml": "name: a\n nodes: 2\n", "keys.yaml": "name: a\nnode: 2\n", "study.yaml": "name: a\nseeds: [1]\n",
         "map.yaml": "*.linear_fc2: bf16\n", "c.json": '{"model": {"num_layer": 2}}',
+        "key.yaml": "learning_rate: 1e-3\n", "folder.yaml/notes.txt": "",
     }  # fmt: skip
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True)

@@ -111,7 +111,9 @@ def test_two_files_are_refused(tmp_path: Path) -> None:
     path = written(tmp_path, "lr: 1")
     (problem,) = problems_of(path, "--config", path)
     assert "both given" in problem
-    assert problems_of("c.txt") == ["'c.txt' does not belong to any flag"]
+    assert problems_of("c.txt") == [
+        "'c.txt' does not belong to any flag; configuration files end in .yaml, .yml or .json"
+    ]
 
 
 def test_a_key_means_one_setting() -> None:

@@ -104,7 +104,7 @@ def test_all_problems_are_reported_together():
         "/nowhere.json",
     )
     expected = [
-        "'stray' does not belong to any flag",
+        "'stray' does not belong to any flag; configuration files end in .yaml, .yml or .json",
         "unknown flag --hiden-size; did you mean --hidden-size?",
         "--lr: a value is missing",
         "--min-lr: 'abc' is not a number",
