@@ -14,6 +14,7 @@ from megafp8.config.settings import with_values
 from megafp8.errors import ConfigError
 from megafp8.recipes import registry
 from megafp8.recipes.base import FP8_FORMATS
+from megafp8.utils.suggestions import did_you_mean
 
 BASELINE, CONTROL = "bf16", "bf16-control"
 
@@ -68,7 +69,7 @@ def build_variant(name: str, shared: RunConfig, world_size: int) -> Variant:
         given = () if shared.training.step_batch_size_schedule else ("--global-batch-size", str(batch))
         return Variant(name=name, flags=("--bf16", "--micro-batch-size", str(micro), *given))
     if not is_known(name):
-        raise ConfigError(f"recipe {unknown_name_text(name, names())}; for other settings use --variant NAME='FLAGS'")
+        raise ConfigError(f"recipe {unknown_name_text(name, names())} (--variant NAME='FLAGS' takes other settings)")
     recipe_name, _, form = name.partition("-")
     recipe = registry.get(recipe_name)
     added = dict(recipe.variants).get(form)
@@ -87,6 +88,8 @@ def is_known(name: str) -> bool:
 
 def unknown_name_text(name: str, choices: Sequence[str]) -> str:
     """The message about a name that is not known, without what names it."""
+    if near := did_you_mean(name, choices):
+        return f"{name}: unknown{near}"
     return (
         f"{name}: unknown; choose from {', '.join(choices)}, or an FP8 recipe with one of the formats "
         f"{', '.join(FP8_FORMATS)}, such as {registry.DEFAULT_FP8}-e4m3"

@@ -64,6 +64,8 @@ FLAGS = {
     ),
     f"{PLAN} --target rtx4090": (64, "rtx4090 (known machines: cpu, h100, h200, b200)"),
     "plan --gpus 8 --gpu H10": (64, "did you mean h100? (known GPUs: h100, h200, b200)"),
+    "run-comparison --recipes bf16,tensorwize": (64, "recipe tensorwize: unknown; did you mean tensorwise?"),
+    "stability --output-dir out --recipes tensorwize": (64, "--recipes tensorwize: unknown; did you mean tensorwise?"),
     f"{RUN} --strict": (64, "--strict has no effect without --dry-run"),
     f"{DATA} corpus.jsonl {NULL}": (64, "that is text: run megafp8 preprocess --input corpus.jsonl"),
     f"{DATA} c {NULL}": (64, "did you mean c_text_document?"),
