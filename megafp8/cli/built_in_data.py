@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
-from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,18 +15,13 @@ if TYPE_CHECKING:
     from megafp8.config.schema import DataConfig
 
 TOKENIZER = "ByteLevelTokenizer"
-DATA_SETTINGS = ("data.data_path", "data.train_data_path", "data.mock_data")
 BYTES_PER_TEXT_BYTE = 3.1
 """On disk: the text, two bytes for each of its tokens, and the indices."""
 
 
-def data_flags(folder: Path, given: Sequence[str]) -> tuple[str, ...]:
-    """Flags of the data that `prepare_data` writes below a folder; none if the given flags name data."""
-    from megafp8.config.flags import parse_with_problems
-    from megafp8.config.settings import value_of
-
-    parsed, _ = parse_with_problems(given)
-    if any(value_of(parsed.config, name) for name in DATA_SETTINGS):
+def data_flags(folder: Path, data: DataConfig) -> tuple[str, ...]:
+    """Flags of the data that `prepare_data` writes below a folder; none if the settings name data."""
+    if data.data_path or data.train_data_path or data.mock_data:
         return ()
     return (
         "--tokenizer-type", TOKENIZER, "--data-path", _shard_path(folder), "--split", "90,10,0",
@@ -69,7 +65,9 @@ def prepare_data(data: DataConfig, folder: Path, max_bytes: int) -> None:
         (preprocess.main, ["--input", str(text), "--output-prefix", str(prefix), "--append-eod", "--tokenizer-type",
                            TOKENIZER]),
     )  # fmt: skip
-    with redirect_stdout(sys.stderr):  # standard output is for the results of the caller
+    if not os.path.exists(f"{_shard_path(folder)}.idx"):
+        print(f"writing {max_bytes / 1e6:,.0f} MB of Python's standard library to {prefix.parent}", file=sys.stderr)
+    with redirect_stdout(io.StringIO()):  # their lines are about the tokenizer and its speed; errors are not in it
         failed = any(step(arguments) for step, arguments in steps)
     if failed:
         raise ConfigError(f"{prefix}: the built-in data could not be prepared; see above, or give --data-path")

@@ -68,35 +68,32 @@ def build_parser() -> argparse.ArgumentParser:
         argument("--title", "title of the report", default="Comparison of recipes"),
         switch("--no-report", "train only"),
         switch("--csv", "also write runs.csv and steps.csv to the report's folder"),
-        switch("--dry-run", "check everything, print the commands and stop; built-in data are written"),
+        switch("--dry-run", "check everything, say what would run and stop; nothing is written"),
+        switch("--verbose", "with --dry-run: also print the command of each run"),
         argument("flags", "after --: flags that all runs share", nargs="*", metavar="FLAGS"),
     )  # fmt: skip
 
 
-def choose_size(options: argparse.Namespace, num_gpus: int) -> Optional[ComparisonSize]:
-    """Return the built-in size of the runs; None if the flags after -- are complete training commands."""
-    if options.size is not None:
-        return COMPARISON_SIZES[options.size]
-    parsed, _ = flags.parse_with_problems(options.flags)
-    if names_model(parsed) or parsed.given & {"model.num_layers", "model.hidden_size"}:
-        return None
-    return COMPARISON_SIZES["gpu" if num_gpus else "laptop"]
+def use_size(options: argparse.Namespace, num_gpus: int) -> Optional[ComparisonSize]:
+    """Put the flags of a built-in size and of its data before those that all runs share.
 
-
-def use_size(options: argparse.Namespace, size: ComparisonSize) -> None:
-    """Put the flags of a built-in size and of its data before those that all runs share, and write the data.
+    Returns:
+        The size; None if the flags after -- are complete training commands.
 
     Raises:
-        ConfigError: a recipe is unknown, or the flags name a tokenizer and no data.
+        ConfigError: the flags name a tokenizer and no data.
     """
     parsed, _ = flags.parse_with_problems(options.flags)
-    words = [*comparison_flags(size, parsed), *built_in_data.data_flags(options.output_dir, options.flags)]
+    is_complete = names_model(parsed) or parsed.given & {"model.num_layers", "model.hidden_size"}
+    if is_complete and options.size is None:
+        return None
+    size = COMPARISON_SIZES[options.size or ("gpu" if num_gpus else "laptop")]
+    words = [*comparison_flags(size, parsed), *built_in_data.data_flags(options.output_dir, parsed.config.data)]
     config = flags.parse_with_problems([*words, *options.flags])[0].config
     micro = shared_micro_batch_size(config, parsed.given, options.nproc_per_node)
     options.flags = [*words, *(() if micro is None else ("--micro-batch-size", str(micro))), *options.flags]
     built_in_data.check_data(config.data, options.output_dir)
-    variants_of(options, config)  # a wrong name leaves no data behind
-    built_in_data.prepare_data(config.data, options.output_dir, size.corpus_bytes)
+    return size
 
 
 def default_parallel(size: Optional[ComparisonSize], num_runs: int, ranks: int, num_gpus: int) -> int:
@@ -105,18 +102,30 @@ def default_parallel(size: Optional[ComparisonSize], num_runs: int, ranks: int, 
     return 1 if size is None else max(1, min(num_runs, devices // max(1, ranks)))
 
 
-def announce(size: ComparisonSize, num_runs: int, options: argparse.Namespace, shared: RunConfig) -> None:
-    """Say how long the runs take and how much disk they need."""
+def effort_text(size: Optional[ComparisonSize], num_runs: int, options: argparse.Namespace, shared: RunConfig) -> str:
+    """Return how many runs there are, and with a built-in size how long they take and how much disk they need."""
     steps = iterations.train_iters(shared, options.nproc_per_node)
+    text = f"{num_runs} runs of {steps:,} steps, {options.parallel} at a time"
+    if size is None:
+        return f"{text}, in {options.output_dir}"
     seconds = math.ceil(num_runs / options.parallel) * (size.startup_seconds + steps * size.seconds_per_step)
     disk_bytes = num_runs * size.run_bytes
     if built_in_data.is_built_in(shared.data, options.output_dir):
         disk_bytes += round(size.corpus_bytes * built_in_data.BYTES_PER_TEXT_BYTE)
-    print(
-        f"{num_runs} runs of {steps:,} steps, {options.parallel} at a time: about {math.ceil(seconds / 60)} minutes "
-        f"and {disk_bytes / 1e6:,.0f} MB in {options.output_dir}",
-        file=sys.stderr,
-    )
+    return f"{text}: about {math.ceil(seconds / 60)} minutes and {disk_bytes / 1e6:,.0f} MB in {options.output_dir}"
+
+
+def dry_run_text(runs: Sequence[PooledRun], options: argparse.Namespace, shared: RunConfig) -> str:
+    """Return the runs and what they read and write; with --verbose also the command of each."""
+    names, folder = list(dict.fromkeys(run.folder.parent.name for run in runs)), options.output_dir
+    lines = [f"baseline: {names[0]}", f"compared with it: {', '.join(names[1:]) or 'nothing'}"]
+    lines.append(f"seeds: {', '.join(dict.fromkeys(run.folder.name.removeprefix('seed') for run in runs))}")
+    if built_in_data.is_built_in(shared.data, folder):
+        lines.append(f"data: bytes of Python's standard library, in {folder / 'data'}")
+    lines += [] if options.no_report else [f"report: {folder / 'report'}"]
+    if options.verbose:
+        lines += [f"{run.name}: {shlex.join(run.command)}" for run in runs]
+    return "\n".join([*lines, f"nothing was written{'' if options.verbose else '; --verbose shows the commands'}"])
 
 
 def plan_runs(options: argparse.Namespace, device_flags: Sequence[str]) -> tuple[list[PooledRun], RunConfig]:
@@ -133,7 +142,10 @@ def plan_runs(options: argparse.Namespace, device_flags: Sequence[str]) -> tuple
     shared, problems = variants.parse_shared_flags(options.flags, str(options.output_dir))
     problems += [f"{flag} {value} must be at least 1" for flag, value in counts.items() if value < 1]
     problems += [] if 0 <= options.bound < 100 else [f"--bound {options.bound} must be from 0 to below 100 percent"]
-    problems += [] if problems else rules.problems(shared, ranks)
+    checked = rules.ALL_RULES
+    if built_in_data.is_built_in(shared.data, options.output_dir):  # they are written after the checks
+        checked = tuple(rule for rule in checked if rule is not rules.paths.shards_are_there)
+    problems += [] if problems else rules.found_by(checked, shared, ranks)
     if problems:
         raise ConfigError(problems)
     chosen, runs = variants_of(options, shared), []
@@ -143,7 +155,7 @@ def plan_runs(options: argparse.Namespace, device_flags: Sequence[str]) -> tuple
             folder = options.output_dir / variant.name / f"seed{seed}"
             own = (*variant.flags, "--seed", str(seed), "--save", str(folder), "--load", str(folder))
             words = [*device_flags, *options.flags, *own]
-            problems += [f"{variant.name}: {text}" for text in run_problems(words, ranks, folder)]
+            problems += [f"{variant.name}: {text}" for text in run_problems(words, ranks, folder, checked)]
             command = (sys.executable, *launcher, str(TRAINING_SCRIPT), *words)
             runs.append(PooledRun(name=f"{variant.name}/seed{seed}", command=command, folder=folder, gpus=ranks))
     if problems:
@@ -280,19 +292,20 @@ def main(argv: Sequence[str]) -> int:
         from megafp8.device.capability import count_gpus
 
         num_gpus = count_gpus()
-        size = choose_size(options, num_gpus)
-        if size is not None:
-            use_size(options, size)
+        size = use_size(options, num_gpus)
         if options.parallel is None:
             num_runs = options.seeds * (len(options.recipes.split(",")) + len(options.variant))
             options.parallel = default_parallel(size, num_runs, options.nproc_per_node, num_gpus)
         gpus, device_flags = share_devices(options.parallel, options.nproc_per_node, num_gpus)
         runs, shared = plan_runs(options, device_flags)
-        if size is not None:
-            announce(size, sum(finished_state(run.folder) is None for run in runs), options, shared)
+        if size is not None or options.dry_run:
+            num_due = sum(finished_state(run.folder) is None for run in runs)
+            print(effort_text(size, num_due, options, shared), file=sys.stderr)
         if options.dry_run:
-            print("\n".join(f"{run.name}: {shlex.join(run.command)}" for run in runs))
+            print(dry_run_text(runs, options, shared))
             return 0
+        if size is not None:
+            built_in_data.prepare_data(shared.data, options.output_dir, size.corpus_bytes)
         status = train(runs, options.parallel, gpus, shared, options.nproc_per_node)
         if status != PREEMPTED and not options.no_report:
             report(runs, options)

@@ -193,6 +193,7 @@ def read_suite(options: argparse.Namespace) -> Suite:
     Raises:
         ConfigError: combinations of flags that are wrong.
     """
+    from megafp8.config.flags import parse_with_problems
     from megafp8.launch.stability import CONTINUATION, FAULTS_ELSEWHERE, NUM_SEEDS, PARTS, Suite
 
     problems = [] if options.fault_seeds is None else [f"--fault-seeds {options.fault_seeds}: {FAULTS_ELSEWHERE}"]
@@ -212,10 +213,11 @@ def read_suite(options: argparse.Namespace) -> Suite:
     slurm = read_job_fields(options.job, problems)
     if problems:
         raise ConfigError(problems)
+    data = parse_with_problems(options.flags)[0].config.data
     return Suite(
         folder=options.output_dir, size=options.size, parts=parts, recipes=words_of(options.recipes),
         num_seeds=NUM_SEEDS if options.seeds is None else options.seeds, num_sweep_seeds=options.sweep_seeds,
-        flags=(*built_in_data.data_flags(options.output_dir, options.flags), *options.flags),
+        flags=(*built_in_data.data_flags(options.output_dir, data), *options.flags),
         checkpoint=options.checkpoint,
         checkpoint_flags=stability_checkpoint.read_flags(options.checkpoint) if options.checkpoint else (),
         gpus=options.gpus, slurm=slurm,

@@ -9,20 +9,24 @@ from pathlib import Path
 from typing import Optional
 
 from megafp8.config import flags, rules, settings, variants
+from megafp8.config.rules.base import Rule
 from megafp8.errors import ConfigError
 from megafp8.launch.process_pool import PooledRun
 from megafp8.resources.automatic import with_recorded
 from megafp8.utils.files import UnreadableFile, read_text
 
 
-def run_problems(words: Sequence[str], ranks: int, folder: Optional[Path]) -> list[str]:
+def run_problems(
+    words: Sequence[str], ranks: int, folder: Optional[Path], checked: tuple[Rule, ...] = rules.ALL_RULES
+) -> list[str]:
     """Return what is wrong with the flags of one run, and with the run that its folder holds.
 
     Args:
         folder: None if what it holds need not have the same settings.
+        checked: the rules that apply.
     """
     parsed, problems = flags.parse_with_problems(words)
-    problems += rules.problems(parsed.config, ranks)
+    problems += rules.found_by(checked, parsed.config, ranks)
     if problems or folder is None or not (path := folder / "config.json").exists():
         return problems
     suggestion = "take another --output-dir, or remove it"

@@ -13,7 +13,9 @@ import pytest
 from small_run import COMMON, STYLES
 
 from megafp8.analysis.runs import load_run
-from megafp8.cli import run_comparison
+from megafp8.cli import built_in_data, run_comparison
+from megafp8.config import flags
+from megafp8.config.schema import DataConfig
 from megafp8.errors import ConfigError, DataError
 from megafp8.launch.process_pool import PooledRun
 from megafp8.optimizer.schedules import preview_schedule
@@ -76,8 +78,6 @@ def test_runs_are_paired_in_the_report(finished: tuple[Path, subprocess.Complete
 
 @pytest.mark.slow
 def test_the_schedule_preview_equals_the_recorded_run(finished) -> None:
-    from megafp8.config import flags
-
     run = load_run(finished[0] / "bf16" / "seed7")
     previewed = preview_schedule(flags.parse(FLAGS).config, 1, [1, 2, 3, 4])
     assert [step.learning_rate for step in previewed] == pytest.approx([record.learning_rate for record in run.steps])
@@ -141,9 +141,9 @@ def test_a_run_that_failed_decides_the_status_also_without_a_report(
 def test_a_dry_run_shows_every_command(compare, tmp_path: Path) -> None:
     edges = "edges=--fp8-format e4m3 --fp8-recipe tensorwise --first-last-layers-bf16"
     words = ("--recipes", "bf16,bf16-control", "--variant", edges, "--seeds", "2", "--nproc-per-node", "2")
-    status, said, told = compare(tmp_path, *words, "--dry-run")
-    assert status == 0, told
-    lines = dict(line.split(": ", 1) for line in said.splitlines())
+    status, said, told = compare(tmp_path, *words, "--dry-run", "--verbose")
+    assert status == 0 and told == f"6 runs of 4 steps, 1 at a time, in {tmp_path}\n"
+    lines = dict(line.split(": ", 1) for line in said.splitlines() if "/seed" in line)
     assert list(lines) == [f"{name}/seed{seed}" for seed in (7, 8) for name in ("bf16", "bf16-control", "edges")]
     assert "torch.distributed.run --standalone --nproc-per-node 2" in lines["bf16/seed7"]
     assert "--seed 8" in lines["edges/seed8"] and "--first-last-layers-bf16" in lines["edges/seed8"]
@@ -152,22 +152,41 @@ def test_a_dry_run_shows_every_command(compare, tmp_path: Path) -> None:
 
 def test_without_flags_a_built_in_size_is_trained_on_built_in_data(tool: ModuleType, tmp_path: Path, capsys) -> None:
     words = ["--recipes", "bf16,bf16-control,nvfp4", "--seeds", "3", "--parallel", "2", "--output", str(tmp_path)]
-    assert tool.main([*words, "--dry-run", "--", "--lr", "1e-3", "--train-iters", "50"]) == 0
+    flags = ["--", "--lr", "1e-3", "--train-iters", "50"]
+    assert tool.main([*words, "--dry-run", *flags]) == 0
     said, told = capsys.readouterr()
-    assert "9 runs of 50 steps, 2 at a time: about " in told and f"MB in {tmp_path}" in told
-    lines = dict(line.split(": ", 1) for line in said.splitlines())
+    assert told.startswith("9 runs of 50 steps, 2 at a time: about ") and told.endswith(f"MB in {tmp_path}\n")
+    assert said.splitlines() == [
+        "baseline: bf16", "compared with it: bf16-control, nvfp4", "seeds: 1234, 1235, 1236",
+        f"data: bytes of Python's standard library, in {tmp_path}/data", f"report: {tmp_path}/report",
+        "nothing was written; --verbose shows the commands",
+    ]  # fmt: skip
+    assert not list(tmp_path.iterdir())
+    assert tool.main([*words, "--dry-run", "--verbose", *flags]) == 0
+    said = capsys.readouterr().out
+    lines = dict(line.split(": ", 1) for line in said.splitlines() if "/seed" in line)
     assert len(lines) == 9 and "--fp4-recipe nvfp4" in lines["nvfp4/seed1234"]
     for part in ("--hidden-size 128", "--min-lr 0.0001", "bytes_text_document", "--lr 1e-3", "--train-iters 50"):
         assert part in lines["bf16/seed1236"], part
-    assert "--train-iters 300" not in said and (tmp_path / "data" / "bytes_text_document.bin").is_file()
+    assert "--train-iters 300" not in said
+
+
+def test_built_in_data_are_written_once_and_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = flags.parse_with_problems(built_in_data.data_flags(tmp_path, DataConfig()))[0].config.data
+    for told in (f"writing 1 MB of Python's standard library to {tmp_path}/data\n", ""):
+        built_in_data.prepare_data(data, tmp_path, 1_000_000)
+        assert capsys.readouterr() == ("", told)
+    assert (tmp_path / "data" / "bytes_text_document.bin").is_file()
+    assert built_in_data.data_flags(tmp_path, data) == ()
 
 
 def test_flags_with_a_model_are_complete_unless_a_size_is_named(tool: ModuleType, tmp_path: Path, capsys) -> None:
     words = ["--recipes", "bf16,nvfp4", "--output", str(tmp_path), "--dry-run"]
     assert tool.main([*words, "--", "--num-layers", "3"]) == 64
     assert "--hidden-size, --num-attention-heads: missing" in capsys.readouterr().err and not list(tmp_path.iterdir())
+    words.append("--verbose")
     assert tool.main([*words, "--size", "laptop", "--nproc-per-node", "2", "--", "--num-layers", "3"]) == 0
-    command = capsys.readouterr().out.splitlines()[0]
+    command = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("bf16/"))
     assert "--num-layers 3" in command and "--num-layers 2" not in command and "--micro-batch-size 8" in command
     assert tool.main(["--recipes", "bf16,fp6", "--output", str(tmp_path / "other")]) == 64
     assert not (tmp_path / "other").exists()
