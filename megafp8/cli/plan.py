@@ -57,7 +57,7 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
         argument(
             "--gpu",
             "kind of GPU (default: h200)",
-            type=NameType(tuple(GPU_NAMES), "GPUs"),
+            type=NameType(GPU_NAMES, "GPUs", "for another, run megafp8 pretrain --dry-run on a machine with it"),
             default="h200",
             metavar=f"{{{','.join(GPU_NAMES)}}}",
         ),

@@ -71,7 +71,8 @@ def _add_general_options(parser: argparse.ArgumentParser) -> None:
         "--world-size", type=whole_number, metavar="N", help="number of ranks to plan for, with --dry-run"
     )
     parser.add_argument(
-        "--target", type=NameType(tuple(TARGETS), "machines"), metavar=f"{{{','.join(TARGETS)}}}",
+        "--target", type=NameType(tuple(TARGETS), "machines", "for another, use --dry-run on it without --target"),
+        metavar=f"{{{','.join(TARGETS)}}}",
         help="machine to plan for, with --dry-run",
     )  # fmt: skip
     parser.add_argument(

@@ -50,15 +50,18 @@ class NameType:
     Attributes:
         names: the known names, which shells complete.
         kind: of the names, in the plural.
+        otherwise: what to do for one that is not known.
     """
 
     names: tuple[str, ...]
     kind: str
+    otherwise: str = ""
 
     def __call__(self, text: str) -> str:
         if (name := same_name(text, self.names)) is None:
             near = did_you_mean(text, self.names)
-            raise argparse.ArgumentTypeError(f"{text}{near} (known {self.kind}: {', '.join(self.names)})")
+            otherwise = f"; {self.otherwise}" if self.otherwise and not near else ""
+            raise argparse.ArgumentTypeError(f"{text}{near} (known {self.kind}: {', '.join(self.names)}){otherwise}")
         return name
 
 

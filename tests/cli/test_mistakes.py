@@ -62,7 +62,10 @@ FLAGS = {
     f"{PLAN.replace('gpt2-124m', 'mixtral-8x7b')} --world-size 16 --expert-model-parallel-size 16": (
         64, "use --expert-model-parallel-size 8"
     ),
-    f"{PLAN} --target rtx4090": (64, "rtx4090 (known machines: cpu, h100, h200, b200)"),
+    f"{PLAN} --target rtx4090": (
+        64, "rtx4090 (known machines: cpu, h100, h200, b200); for another, use --dry-run on it without --target"
+    ),
+    "plan --gpus 8 --gpu a100": (64, "(known GPUs: h100, h200, b200); for another, run megafp8 pretrain --dry-run"),
     "plan --gpus 8 --gpu H10": (64, "did you mean h100? (known GPUs: h100, h200, b200)"),
     "run-comparison --recipes bf16,tensorwize": (64, "recipe tensorwize: unknown; did you mean tensorwise?"),
     "stability --output-dir out --recipes tensorwize": (64, "--recipes tensorwize: unknown; did you mean tensorwise?"),
