@@ -27,6 +27,7 @@ from megafp8.config.topology import layout_of
 from megafp8.data.tokenizers.build import build_tokenizer
 from megafp8.device.capability import Target
 from megafp8.device.gpus import find_gpu
+from megafp8.errors import DataError
 from megafp8.planning.fit import MemoryVerdict, fp8_warnings, memory_verdict
 from megafp8.planning.host_memory import checkpoint_memory, host_memory_text
 from megafp8.planning.mixture_time import exchanged_bytes
@@ -178,7 +179,11 @@ def vocabulary_size(config: RunConfig) -> int:
     """The vocabulary size before padding. The tokenizer is read only if needed: it may be on another machine."""
     if config.model.vocab_size is not None and config.data.tokenizer_type != "NullTokenizer":
         return config.model.vocab_size
-    return dimensions.vocabulary_size(config, build_tokenizer(config.data, config.model.vocab_size).vocab_size)
+    try:
+        tokenizer = build_tokenizer(config.data, config.model.vocab_size)
+    except DataError as error:
+        raise DataError(f"{error}. A dry run for another machine does without it with --vocab-size") from error
+    return dimensions.vocabulary_size(config, tokenizer.vocab_size)
 
 
 def settings_text(config: RunConfig, given: Collection[str]) -> str:

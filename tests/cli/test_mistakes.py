@@ -78,7 +78,12 @@ FLAGS = {
         64, "hf download meta-llama/Llama-3.1-8B tokenizer.json tokenizer_config.json --local-dir Llama-3.1-8B"
     ),
     f"pretrain {SHAPE} {STEPS} --mock-data --tokenizer-type HuggingFaceTokenizer --tokenizer-model /gone --dry-run "
-    "--world-size 1 --target h100": (66, "nor a folder with one. A dry run for another machine does without it if"),
+    "--world-size 1 --target h100": (66, "nor a folder with one. A dry run for another machine does without it with"),
+    "preprocess --input corpus.jsonl --output-prefix out --tokenizer-type HuggingFaceTokenizer "
+    "--tokenizer-model meta-llama/Llama-3.1-8B": (66, "tokenizer_config.json --local-dir Llama-3.1-8B\n"),
+    "preprocess --input HuggingFaceFW/fineweb-edu --output-prefix out --tokenizer-type ByteLevelTokenizer": (
+        66, "a dataset of the Hugging Face hub is --hf-dataset HuggingFaceFW/fineweb-edu."
+    ),
     f"{RUN} --load meta-llama/Llama-3.1-8B": (64, "then megafp8 convert from-hf Llama-3.1-8B models/Llama-3.1-8B"),
     f"{RUN} --load qwen": (74, "qwen is a Hugging Face model. Convert it: megafp8 convert from-hf qwen models/qwen"),
     f"{RUN} --pretrained-checkpoint qwen": (74, "Convert it: megafp8 convert from-hf qwen models/qwen"),

@@ -16,6 +16,7 @@ from typing import Any, Optional
 from megafp8.errors import CapabilityError, DataError
 from megafp8.utils.files import path_problem
 from megafp8.utils.installation import pip_install
+from megafp8.utils.suggestions import hub_hint
 
 JSONL, TEXT, PARQUET, DATASET = "jsonl", "text", "parquet", "dataset"
 SUFFIXES = {".jsonl": JSONL, ".json": JSONL, ".ndjson": JSONL, ".txt": TEXT, ".parquet": PARQUET}
@@ -115,7 +116,8 @@ def find_sources(
             )
         if not matches:
             kinds = f" of a supported type: {KNOWN_SUFFIXES}" if Path(name).is_dir() else ""
-            problems.append(f"--input {name}: no such file{kinds}.")
+            dataset = f"; a dataset of the Hugging Face hub is --hf-dataset {name}" if hub_hint(name) else ""
+            problems.append(f"--input {name}: no such file{kinds}{dataset}.")
         repeated = [path for path in matches if os.path.realpath(path) in found]
         found.update(map(os.path.realpath, matches))
         if repeated:

@@ -152,10 +152,7 @@ class HuggingFaceTokenizer(_TokenizersTokenizer):
         path = Path(model)
         if not path.exists():
             hint = hub_hint(model, "tokenizer.json", "tokenizer_config.json")
-            raise DataError(
-                f"--tokenizer-model {model} is neither a tokenizer.json nor a folder with one{hint}. A dry run for "
-                "another machine does without it if it is given --vocab-size"
-            )
+            raise DataError(f"--tokenizer-model {model} is neither a tokenizer.json nor a folder with one{hint}")
         only_sentencepiece = (path / "tokenizer.model").is_file() and not (path / "tokenizer.json").exists()
         path = path / ("tokenizer.model" if only_sentencepiece else "tokenizer.json") if path.is_dir() else path
         self.origin = f"--tokenizer-model {path}"
