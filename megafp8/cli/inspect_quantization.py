@@ -55,9 +55,9 @@ def build_parser() -> argparse.ArgumentParser:
         argument("source", "a .npy, .pt or .safetensors file; a random matrix, normal:RxC[:DEVIATION] or "
                  "outliers:RxC[:FACTOR]; a run's folder, or one checkpoint in it", type=path_text,
                  metavar="TENSOR_OR_CHECKPOINT"),
-        argument("--recipes", f"recipes to apply (default: {' '.join(DEFAULT_RECIPES)}); with --operand grad_output, "
-                 f"{' and '.join(STOCHASTIC_RECIPES)} uses stochastic rounding", nargs="+", choices=RECIPES,
-                 default=DEFAULT_RECIPES),
+        argument("--recipes", f"recipes to apply (default: those of {' '.join(DEFAULT_RECIPES)} that take the tensor's "
+                 f"shape); with --operand grad_output, {' and '.join(STOCHASTIC_RECIPES)} uses stochastic rounding",
+                 nargs="+", choices=RECIPES),
         argument("--formats", "FP8 formats (default: both)", nargs="+", choices=FORMATS, default=FORMATS),
         argument("--operand", "role of the tensor in a linear layer; some recipes use other blocks for weights "
                  "(default: weight for a checkpoint, else input)", choices=OPERANDS),
@@ -94,12 +94,22 @@ def checkpoint_tensors(folder: Path, arguments: argparse.Namespace) -> Iterator[
     yield from load_matching(find_source(folder, arguments.ckpt_step).path, arguments.parameter or WEIGHTS_OF_LINEARS)
 
 
+def default_recipes(name: str, tensor: Tensor) -> list[str]:
+    """The default recipes that take the shape of a tensor. The others are named on standard error."""
+    from megafp8.metrics.recipe_comparison import shape_problem
+
+    found = {recipe: shape_problem(tensor, recipe) for recipe in DEFAULT_RECIPES}
+    for recipe in (recipe for recipe, problem in found.items() if problem):
+        print(f"{visible(name)} without {recipe}: {found[recipe]}", file=sys.stderr)
+    return [recipe for recipe, problem in found.items() if not problem]
+
+
 def problems(arguments: argparse.Namespace) -> list[str]:
     """Return everything that is wrong with the flags."""
     found = []
     if not (math.isfinite(arguments.delayed_amax_ratio) and arguments.delayed_amax_ratio > 0):
         found.append(f"--delayed-amax-ratio {arguments.delayed_amax_ratio:g}: must be above 0")
-    elif arguments.delayed_amax_ratio != 1 and not any(registry.get(name).is_stateful for name in arguments.recipes):
+    elif arguments.delayed_amax_ratio != 1 and not set(STATEFUL_RECIPES).intersection(arguments.recipes or ()):
         stateful = " or ".join(f"--recipes {name}" for name in STATEFUL_RECIPES)
         found.append(f"--delayed-amax-ratio has no effect without {stateful}")
     is_folder = Path(arguments.source).is_dir()
@@ -206,7 +216,8 @@ def main(argv: Sequence[str]) -> int:
     panels: list[tuple[str, list[QuantizationResult]]] = []
     for name, tensor in tensors_of(arguments):
         ratio = arguments.delayed_amax_ratio
-        results = inspect_tensor(name, tensor, operand, arguments.recipes, arguments.formats, ratio)
+        recipes = arguments.recipes or default_recipes(name, tensor)
+        results = inspect_tensor(name, tensor, operand, recipes, arguments.formats, ratio)
         title = title_of(name, tensor, results)
         panels.append((title, results))
         if not arguments.json:

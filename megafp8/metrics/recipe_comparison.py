@@ -59,6 +59,24 @@ class QuantizationResult:
     stats: QuantizationStats
 
 
+def as_rows(tensor: Tensor) -> Tensor:
+    """A tensor as a matrix: all dims but the last are rows."""
+    return tensor.detach().reshape(-1, tensor.shape[-1] if tensor.ndim else 1)
+
+
+def shape_problem(tensor: Tensor, recipe: str) -> Optional[str]:
+    """What a recipe needs of a tensor's shape that it does not have; None if nothing. FP8 recipes take any shape."""
+    if registry.get(recipe).code_bytes >= 1:
+        return None
+    num_rows, num_columns = as_rows(tensor).shape
+    length = registry.get(recipe).gemm_alignment  # at least that of its Hadamard transform
+    of_columns = length if registry.get(recipe).rules().is_rotated else 2
+    if num_rows % length == num_columns % of_columns == 0:
+        return None
+    columns = "an even number of" if of_columns == 2 else f"of {length}"
+    return f"{recipe} needs a multiple of {length} rows and {columns} columns; FP8 recipes take any shape"
+
+
 def inspect_tensor(
     name: str,
     tensor: Tensor,
@@ -80,16 +98,9 @@ def inspect_tensor(
     Raises:
         DataError: a recipe does not support the tensor's shape.
     """
-    rows = tensor.detach().reshape(-1, tensor.shape[-1] if tensor.ndim else 1)
-    for recipe in (recipe for recipe in recipes if registry.get(recipe).code_bytes < 1):
-        length = registry.get(recipe).gemm_alignment  # at least that of its Hadamard transform
-        of_columns = length if registry.get(recipe).rules().is_rotated else 2
-        if rows.shape[0] % length or rows.shape[1] % of_columns:
-            raise DataError(
-                f"{name} has {rows.shape[0]} rows and {rows.shape[1]} columns: {recipe} needs a multiple of {length} "
-                f"rows and {'an even number of' if of_columns == 2 else f'of {length}'} columns; remove it from "
-                "--recipes"
-            )
+    rows = as_rows(tensor)
+    for problem in filter(None, (shape_problem(tensor, recipe) for recipe in recipes)):
+        raise DataError(f"{name} has {rows.shape[0]} rows and {rows.shape[1]} columns: {problem}")
     return [
         QuantizationResult(
             tensor=name,

@@ -48,6 +48,15 @@ def test_choices_equal_those_of_the_library() -> None:
     assert [operand.value for operand in Operand] == list(inspect_quantization.OPERANDS)
 
 
+def test_the_default_recipes_are_those_that_take_the_shape(capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect_quantization.main(["normal:7x64", "--json"]) == 0
+    said, told = capsys.readouterr()
+    assert {each["recipe"] for each in json.loads(said)} == set(inspect_quantization.DEFAULT_RECIPES) - {"nvfp4"}
+    assert told.startswith("normal:7x64 without nvfp4: nvfp4 needs a multiple of 16 rows")
+    assert inspect_quantization.main(["normal:7x64", "--recipes", "nvfp4"]) == 66
+    assert "FP8 recipes take any shape" in capsys.readouterr().err
+
+
 def test_table_and_files_of_a_generated_tensor(tmp_path) -> None:
     result = inspect("normal:256x512", "--output-dir", tmp_path / "out")
     assert result.returncode == 0, result.stderr
