@@ -30,6 +30,7 @@ from megafp8.device.gpus import GPUS
 from megafp8.errors import ConfigError
 from megafp8.utils.best_effort import best_effort
 from megafp8.utils.files import path_argument
+from megafp8.utils.formatting import duration_text
 
 if TYPE_CHECKING:
     from megafp8.launch.study import StudyRun
@@ -190,10 +191,4 @@ def total(numbers: Iterable[Optional[float]]) -> Optional[float]:
 
 
 def time_text(seconds: Optional[float]) -> str:
-    """Format seconds as hours and minutes."""
-    if seconds is None:
-        return "time unknown"
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes // 60} h {minutes % 60:02} min"
+    return "time unknown" if seconds is None else duration_text(seconds)

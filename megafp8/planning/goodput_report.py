@@ -8,7 +8,7 @@ from typing import Any
 
 from megafp8.planning import goodput
 from megafp8.planning.goodput import DAY_S, GoodputInputs, time_parts
-from megafp8.utils.formatting import text_table
+from megafp8.utils.formatting import duration_text, text_table
 
 
 def goodput_data(inputs: GoodputInputs, gpu: str, sources: list[str]) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def goodput_text(data: dict[str, Any], cluster: str) -> str:
         (name, f"{share:.2%}", f"{share * inputs['days'] * 24:,.1f}") for name, share in data["parts"].items()
     ]  # fmt: skip
     saves = [
-        f"{name}: {at['steps']:,} steps between saves, {time_text(at['steps'] * inputs['step_s'])}: "
+        f"{name}: {at['steps']:,} steps between saves, {duration_text(at['steps'] * inputs['step_s'])}: "
         f"{at['effective_fraction']:.2%} effective"
         for name, at in data["at_intervals"].items()
     ]
@@ -63,7 +63,7 @@ def goodput_text(data: dict[str, Any], cluster: str) -> str:
         f"goodput of {inputs['days']:g} days on {cluster}",
         f"effective training time {data['effective_fraction']:.1%}: {data['tokens_per_day'] / 1e9:,.4g} billion tokens "
         f"per day, {data['full_speed_tokens_per_day'] / 1e9:,.4g} without failures and saves",
-        f"{data['num_failures']:,.1f} failures" + (f", one every {time_text(mtbf_s)}" if mtbf_s else ""),
+        f"{data['num_failures']:,.1f} failures" + (f", one every {duration_text(mtbf_s)}" if mtbf_s else ""),
         *(saves or ["never saved"]),
         "", text_table(("where the time goes", "share", "hours"), parts, "lrr"),
         "", "assumptions (docs/planning.md)", *(f"  {line}" for line in data["sources"]),
@@ -72,11 +72,3 @@ def goodput_text(data: dict[str, Any], cluster: str) -> str:
         f"{inputs['load_s']:.3g} s to load",
         f"  saves: training stops for {inputs['stall_s']:.3g} s, complete after {inputs['write_s']:.3g} s",
     ])  # fmt: skip
-
-
-def time_text(seconds: float) -> str:
-    """A duration in the unit that suits it."""
-    for unit, name in ((DAY_S, "days"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * unit:
-            return f"{seconds / unit:,.1f} {name}"
-    return f"{seconds:.3g} s"

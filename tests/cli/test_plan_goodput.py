@@ -32,7 +32,8 @@ def test_text(capsys) -> None:
     assert status == 0
     for text in (
         "goodput of 5 days on 512 x h100 (64 nodes)", "effective training time 9", "billion tokens per day",
-        "1.2 failures, one every 4.1 days", "--save-interval: 25 steps between saves, 2.1 min: ", "where the time goes",
+        "1.2 failures, one every 4.1 days", "--save-interval: 25 steps between saves, 2.1 minutes: ",
+        "where the time goes",
         "a step of 16,000,000 tokens takes 5 s (given)", "saves: training stops for 8.53 s, complete after 60.1 s",
     ):  # fmt: skip
         assert text in output

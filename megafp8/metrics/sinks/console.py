@@ -10,6 +10,7 @@ from typing import Any, Optional, TextIO
 
 from megafp8.config.schema import LoggingConfig
 from megafp8.metrics.records import EvalRecord, EventRecord, Record, RunRecord, StepRecord
+from megafp8.utils.formatting import duration_text
 
 ETA_WINDOW_STEPS = 50
 SETUP_EVENTS = frozenset(("micro-batch size", "optimizer", "parameter gather"))
@@ -22,7 +23,7 @@ FORWARD_FRACTION = 1 / 3
 
 
 class ConsoleSink:
-    """Prints ` step 120/400 | loss 3.1234  | grad norm   1.23 | lr 3.00e-04 |   410 ms | 12.3k tok/s | ... | ETA 1:23`.
+    """Prints ` step 120/400 | loss 3.1234  | grad norm   1.23 | lr 3.00e-04 | 410 ms | 12.3k tok/s | ETA ...`.
 
     A line is printed at the first step of the process, at every multiple of `log_interval` and at the last step. Loss,
     time and rates are means over the steps since the previous line, the loss over those with an update if there are
@@ -81,7 +82,7 @@ class ConsoleSink:
         if num_done == 0:
             seconds, self._eval_shown_at = self._eval_seconds(split, num_batches * batch_size), now
             if seconds is None or seconds >= SHORT_EVAL_S:
-                about = "" if seconds is None else f", about {format_duration(seconds)}"
+                about = "" if seconds is None else f", about {duration_text(seconds)}"
                 self._print(f"{self._position(step)} | {name}: {num_batches} batches of {batch_size} samples{about}")
         elif self._bar is not None:
             self._bar.set_postfix_str(f"{name} {num_done}/{num_batches}")
@@ -141,7 +142,7 @@ class ConsoleSink:
         else:
             samples_per_step = sum(list(self._step_samples)[-num_intervals:]) / num_intervals
             seconds = seconds_per_step * (self._total_samples - record.consumed_samples) / samples_per_step
-        return f"{prefix}{format_duration(seconds)}" if seconds > 0 else ""
+        return f"{prefix}{duration_text(seconds)}" if seconds > 0 else ""
 
     def _position(self, step: int) -> str:
         return f" step {step:>{len(str(self._total_steps))}}/{self._total_steps}"
@@ -246,13 +247,6 @@ def format_count(value: float) -> str:
             return f"{value:.3g}{suffix}"
         value /= 1000
     return f"{value:.3g}T"
-
-
-def format_duration(seconds: float) -> str:
-    """83 -> 1:23, 3700 -> 1:01:40."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
 def _build_bar(total_steps: int, stream: TextIO) -> Any:

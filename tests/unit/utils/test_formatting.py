@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megafp8.utils.formatting import escape_markdown, escaped_markdown_table, markdown_table, text_table
+from megafp8.utils.formatting import duration_text, escape_markdown, escaped_markdown_table, markdown_table, text_table
 
 HEADER, ROWS = ("run", "steps", "layout"), [("bf16", "7", "one rank"), ("x", "1,000", "")]
 
@@ -53,3 +53,14 @@ def test_markdown_shows_a_text_as_it_is(text: str, expected: str) -> None:
 
 def test_cells_may_be_strings() -> None:
     assert escaped_markdown_table(("a|b",), [("<i>\n",)]).splitlines() == [r"| a\|b   |", "|--------|", "| &lt;i> |"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.4, "0.4 seconds"), (83, "1.4 minutes"), (45_000, "12.5 hours"), (172_800, "2.0 days"),
+        (36_514.5 * 3600, "4.2 years"),
+    ],
+)  # fmt: skip
+def test_a_duration_has_the_unit_that_suits_it(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text
