@@ -86,8 +86,8 @@ def check_model(path: Path, saved: RunConfig, config: RunConfig, num_rows: Optio
     different = settings.diff(with_explicit_sizes(saved), with_explicit_sizes(config))
     lines = [line for line in different if line.partition(":")[0] in checked]
     if num_rows is not None and all(line.startswith("model.vocab_size:") for line in lines):
-        check_vocabulary(path, config, num_rows)  # names the flag's value
-    elif num_rows is not None and not has_vocabulary(path, config, num_rows):
+        check_vocabulary(path, saved, config, num_rows)  # names the flag's value
+    elif num_rows is not None and not has_vocabulary(embedding_rows(path), saved, config, num_rows):
         lines.append(f"rows of the embedding: {embedding_rows(path)} -> {num_rows}")
     if lines:
         raise CheckpointError(
@@ -159,15 +159,14 @@ def check_amax_history(path: Path, saved: RunConfig, config: RunConfig) -> None:
         )
 
 
-def has_vocabulary(path: Path, config: RunConfig, num_rows: int) -> bool:
+def has_vocabulary(saved_rows: int, saved: RunConfig, config: RunConfig, num_rows: int) -> bool:
     """Return whether the embeddings of the checkpoint and of this run may differ by padding only."""
-    saved_rows, saved = embedding_rows(path), read_config(path)
     # Padding adds less than one multiple, so each vocabulary is larger than its rows minus its multiple.
     lower_bound = max(num_rows - dimensions.vocab_multiple(config), saved_rows - dimensions.vocab_multiple(saved))
     return lower_bound < min(num_rows, saved_rows)
 
 
-def check_vocabulary(path: Path, config: RunConfig, num_rows: int) -> None:
+def check_vocabulary(path: Path, saved: RunConfig, config: RunConfig, num_rows: int) -> None:
     """Raise if the embeddings of the checkpoint and of this run differ by more than padding.
 
     megatron-core loads the overlapping rows without a warning.
@@ -175,8 +174,8 @@ def check_vocabulary(path: Path, config: RunConfig, num_rows: int) -> None:
     Args:
         num_rows: padded number of rows of this run's embedding.
     """
-    if not has_vocabulary(path, config, num_rows):
-        saved_rows, saved = embedding_rows(path), read_config(path)
+    saved_rows = embedding_rows(path)
+    if not has_vocabulary(saved_rows, saved, config, num_rows):
         saved_size, is_null = saved.model.vocab_size, saved.data.tokenizer_type == NULL_TOKENIZER
         num_ids = saved_rows if saved_size is None else saved_size + is_null
         fix = (

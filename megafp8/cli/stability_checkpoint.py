@@ -79,6 +79,7 @@ def check_continuation(checkpoint: str, parts: Sequence[PartRun], has_prepared_d
         return
     path, values = read_settings(checkpoint)
     from megafp8.checkpoint import compatibility
+    from megafp8.checkpoint.metadata import read_config
     from megafp8.config.schema import RunConfig
     from megafp8.config.settings import with_values
 
@@ -92,7 +93,7 @@ def check_continuation(checkpoint: str, parts: Sequence[PartRun], has_prepared_d
     try:
         compatibility.check_model(path, saved, run.config)
         if run.padded_vocab is not None:
-            compatibility.check_vocabulary(path, run.config, run.padded_vocab)
+            compatibility.check_vocabulary(path, read_config(path), run.config, run.padded_vocab)
     except CheckpointError as error:
         raise ConfigError(
             f"--checkpoint {checkpoint}: {error} (remove what gives another model or vocabulary after --, or leave "

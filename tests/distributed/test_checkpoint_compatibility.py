@@ -70,9 +70,9 @@ def test_a_vocabulary_of_the_tokenizer_is_compared_by_its_size(saved: Path) -> N
 
     def compare() -> None:
         path = find_checkpoint(saved)[1]
-        check_vocabulary(path, unsaid, 256)
+        check_vocabulary(path, CONFIG, unsaid, 256)
         with pytest.raises(CheckpointError, match="an embedding of 256 rows, but this run has 320"):
-            check_vocabulary(path, unsaid, 320)
+            check_vocabulary(path, CONFIG, unsaid, 320)
 
     run_ranks(1, compare)
 
