@@ -46,7 +46,11 @@ setup(
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
     packages=find_packages(include=["megafp8", "megafp8.*"]),
-    package_data={"megafp8.analysis": ["*.jinja", "*.mplstyle"], "megafp8.config.megatron_flags": ["*.yaml"]},
+    package_data={
+        "megafp8": ["*.pyi", "py.typed"],
+        "megafp8.analysis": ["*.jinja", "*.mplstyle"],
+        "megafp8.config.megatron_flags": ["*.yaml"],
+    },
     py_modules=["pretrain_gpt"],
     entry_points={
         "console_scripts": ["megafp8 = megafp8.cli.main:main", "pretrain-gpt = megafp8.cli.pretrain:main"],

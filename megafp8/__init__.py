@@ -5,22 +5,13 @@ Wings use it: `planning`, `data.preprocessing`, `checkpoint.convert`, `launch`, 
 `training.device_verification` and `cli`.
 
 The names in `__all__` are the Python API. They are imported at their first use, so that `import megafp8` is fast and
-`recipes`, `plan` and `read_records` need no torch.
+`recipes`, `plan` and `read_records` need no torch. `__init__.pyi` has their types.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from megafp8 import recipes
-    from megafp8.analysis.frames import read_records
-    from megafp8.planning.layout_summary import LayoutSummary, plan
-    from megafp8.quantization.modules import QuantizedLayers, QuantizedLinear, quantize_model
+from typing import Any
 
 __version__ = "0.2.0"
-__all__ = [
-    "LayoutSummary", "QuantizedLayers", "QuantizedLinear", "plan", "quantize_model", "read_records", "recipes",
-]  # fmt: skip
 
 _HOMES = {
     "LayoutSummary": "megafp8.planning.layout_summary",
@@ -30,6 +21,7 @@ _HOMES = {
     "quantize_model": "megafp8.quantization.modules",
     "read_records": "megafp8.analysis.frames",
 }
+__all__ = ["recipes", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +34,15 @@ def test_the_planner_and_the_reader_need_no_torch() -> None:
 
 def test_modules_need_no_megatron_core() -> None:
     assert "megatron.core" not in modules_after("import megafp8; megafp8.QuantizedLinear(16, 16)")
+
+
+def test_the_stub_has_the_names() -> None:
+    stub = ast.parse(Path(megafp8.__file__).with_suffix(".pyi").read_text())
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    assert sorted(name.asname or "" for node in imports for name in node.names) == sorted(megafp8.__all__)
+    for node in imports:
+        for name in node.names:
+            assert getattr(importlib.import_module(node.module or ""), name.name) is getattr(megafp8, name.name)
 
 
 @pytest.mark.parametrize("name", megafp8.__all__)
