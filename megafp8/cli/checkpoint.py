@@ -77,7 +77,7 @@ def checkpoints_of(folder: Path, step: Optional[int] = None) -> list[Path]:
     folders = [(each, series) for series in series_of(folder) for each in directory.list_steps(series)]
     found = [(each, directory.checkpoint_path(series, each)) for each, series in folders]
     if not found:
-        raise CheckpointError(f"{folder} holds no checkpoint")
+        raise CheckpointError(f"{folder} holds no checkpoint; give the folder that a run had as --save")
     found.sort(key=lambda pair: pair[0])
     if chosen := [path for each, path in found if step in (None, each)]:
         return chosen

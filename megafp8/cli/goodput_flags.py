@@ -106,7 +106,7 @@ def build_inputs(arguments: argparse.Namespace, parsed: ParsedArgs, gpu: Gpu) ->
     if size_gb is None or "step_s" not in values or "tokens_per_step" not in values:
         if parsed.config.model.num_layers is None:
             raise ConfigError(
-                "--goodput: neither a model nor the figures of one: give --model-preset or another model, or all of "
+                "neither a model nor the figures of one: give --model-preset or another model, or all of "
                 "--step-s, --tokens-per-step and --checkpoint-gb"
             )
         layout, step_s, tokens, predicted_bytes = predict(parsed, gpu, arguments.gpus)

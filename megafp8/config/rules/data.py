@@ -66,7 +66,8 @@ def tokenizer_has_its_files(config: RunConfig, world_size: int) -> Iterator[str]
     if kind is None:
         fix = (
             "for --mock-data, --tokenizer-type NullTokenizer --vocab-size N" if data.mock_data
-            else "give the one that made the shards, which have no PREFIX.manifest.json with it"
+            else "give the one that made the shards, which have no PREFIX.manifest.json with it" if data.data_path
+            else "give the one that made the shards"
         )  # fmt: skip
         yield f"--tokenizer-type is missing; it defines the vocabulary and the end-of-document token; {fix}"
         return
