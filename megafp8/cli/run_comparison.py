@@ -31,7 +31,7 @@ from typing import Optional
 
 from megafp8.cli import built_in_data
 from megafp8.cli.command_flags import add_flags, argument, float_flag, int_flag, path_flag, switch
-from megafp8.cli.common import TRAINING_SCRIPT, Parser, build_command_parser, returns_exit_status
+from megafp8.cli.common import Parser, build_command_parser, returns_exit_status, training_command
 from megafp8.config import flags, iterations, rules, variants
 from megafp8.config.schema import RunConfig
 from megafp8.errors import INTERNAL, PREEMPTED, ConfigError, Megafp8Error
@@ -149,14 +149,13 @@ def plan_runs(options: argparse.Namespace, device_flags: Sequence[str]) -> tuple
     if problems:
         raise ConfigError(problems)
     chosen, runs = variants_of(options, shared), []
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)) if ranks > 1 else ()
     for seed in range(shared.training.seed, shared.training.seed + options.seeds):
         for variant in chosen:
             folder = options.output_dir / variant.name / f"seed{seed}"
             own = (*variant.flags, "--seed", str(seed), "--save", str(folder), "--load", str(folder))
             words = [*device_flags, *options.flags, *own]
             problems += [f"{variant.name}: {text}" for text in run_problems(words, ranks, folder, checked)]
-            command = (sys.executable, *launcher, str(TRAINING_SCRIPT), *words)
+            command = training_command(words, ranks)
             runs.append(PooledRun(name=f"{variant.name}/seed{seed}", command=command, folder=folder, gpus=ranks))
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))

@@ -196,10 +196,9 @@ def parse_with_problems(
         if option[0] in parser._option_string_actions:
             _read_option(parser, option, values, problems)
     config_path = values.pop("config", None)
-    epochs_of_flag = values.pop("num_epochs", None)
-    options = {name: values.pop(name) for name in ("dry_run", "world_size", "target", "strict") if name in values}
-    given = frozenset(values) - {RECIPE, MAP_FILE} | ({MIN_LR} if MIN_LR_RATIO in values else set())
-    given -= {MIN_LR_RATIO}
+    names = ("dry_run", "world_size", "target", "strict", "num_epochs")
+    options: dict[str, Any] = {name: values.pop(name) for name in names if name in values}
+    given = frozenset(MIN_LR if name == MIN_LR_RATIO else name for name in values) - {RECIPE, MAP_FILE}
     base = with_values(RunConfig(), from_checkpoint)
     of_file: dict[str, Any] = {}
     if config_path is not None:
@@ -210,7 +209,7 @@ def parse_with_problems(
     # A first word that is no flag may have been meant as a file.
     is_file_unread = not of_file if config_path is not None else any(not option[0] for option in expanded)
     epochs_of_file = of_file.pop("num_epochs", None)
-    options["num_epochs"] = epochs_of_flag if epochs_of_flag is not None else epochs_of_file
+    options.setdefault("num_epochs", epochs_of_file)
     config, from_file = merge(base, values, of_file, warnings, of_sources)
     given_flags = {option[0] for option in expanded} | flags_set(config)
     unknown = [
