@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from megafp8.analysis.stability_gaps import SuiteGap
 
-WIDTH_INCHES, NARROW_INCHES = 8.6, 4.6
+WIDTH_INCHES, NARROW_INCHES = 8.6, 4.2
 WIDTH_PIXELS, HEIGHT_PIXELS = 1200, 640  # of the loss curves
 # The limits of the loss axes ignore this first part of the runs, whose steep fall would compress the rest.
 STEEP_FRACTION = 0.08

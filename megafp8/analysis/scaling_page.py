@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 COLORS = (INK, *RECIPE_COLORS)
 BAND_POINTS = 80
 PICTURE_FILE = "laws.svg"
-PANEL_INCHES = 4.6  # of one of two figures side by side
+PANEL_INCHES = 4.2  # of one of two figures side by side
 LABELS = {COMPUTE: "training compute, FLOPs", PARAMETERS: "parameters"}
 
 
