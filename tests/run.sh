@@ -11,7 +11,7 @@ more=${*:2} # options of pytest
 export more
 adds="ruff, mypy, layouts and faults on several ranks, all commands and pages, the second version of megatron-core"
 case $what in
-  --first) echo "The first set of tests: about 8 minutes on two cores, 2 of them for the installation in .venv (1.3 GB)." ;;
+  --first) echo "The first set of tests: about 8 minutes on two cores, 2 of them for the installation (1.5 GB in .venv)." ;;
   --all) echo "All tests: about 30 minutes on two cores. First the first set, then $adds." ;;
 esac
 # Bytecode is written when a module is first imported, also where the environment forbids it: hundreds of processes read
