@@ -24,6 +24,7 @@ GIB = 2**30
 # GPUs, and memory of each where it is not that of an H100.
 GPUS_OF = {
     "gpt2_124m_h100": (1, None),
+    "gpt2_124m_fineweb_edu_h200": (1, 141 * 10**9),
     "llama_350m_24gb": (1, 24 * GIB),
     "llama3.2_1b_h100": (1, None),
     "llama3_8b_h100x8": (8, None),

@@ -60,6 +60,22 @@ def test_from_parquet_to_a_model_twice(tmp_path: Path, texts: list[str]) -> None
     assert "step 2/2" in second
     assert "validation" in second
     assert (tmp_path / "out" / "llama-1b" / "iter_0000002").is_dir()
+    config = "configs/gpt2_124m_fineweb_edu_h200.yaml"
+    assert "step 2/2" in run_example(tmp_path / "out", *TINY.split(), CONFIG=config, **data)
+    assert (tmp_path / "out" / "gpt2_124m_fineweb_edu_h200" / "records.jsonl").exists()
+
+
+def test_a_part_of_the_dataset_is_no_configuration() -> None:
+    done = subprocess.run(
+        ["bash", str(EXAMPLE / "run.sh")], env={**os.environ, "CONFIG": "sample-10BT"}, capture_output=True, text=True
+    )
+    assert done.returncode == 64 and "SUBSET" in done.stdout
+
+
+def test_one_text_file_is_divided_at_a_separator(tmp_path: Path, texts: list[str]) -> None:
+    (tmp_path / "input.txt").write_text("\n\n".join(" ".join(text.split()) for text in texts[:50]), encoding="utf-8")
+    data = {"TEXT": str(tmp_path / "input.txt"), "TEXT_SEPARATOR": "\\n\\n", "VOCAB_SIZE": "500"}
+    assert "50 documents" in run_example(tmp_path / "out", STOP_AFTER="shards", **data)
 
 
 def test_dry_run_needs_no_text(tmp_path: Path) -> None:
