@@ -61,7 +61,9 @@ def test_from_parquet_to_a_model_twice(tmp_path: Path, texts: list[str]) -> None
     assert "validation" in second
     assert (tmp_path / "out" / "llama-1b" / "iter_0000002").is_dir()
     config = "configs/gpt2_124m_fineweb_edu_h200.yaml"
-    assert "step 2/2" in run_example(tmp_path / "out", *TINY.split(), CONFIG=config, **data)
+    assert "step 2/2" in run_example(
+        tmp_path / "out", *TINY.split(), "--lr-warmup-iters", "1", "--split", "9,1,0", CONFIG=config, **data
+    )
     assert (tmp_path / "out" / "gpt2_124m_fineweb_edu_h200" / "records.jsonl").exists()
 
 
