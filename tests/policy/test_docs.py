@@ -78,6 +78,7 @@ RUN_FILES = {
     "logs/watchdog/",
 }
 MOST_WORDS_FOR_USERS = 30_000
+BLOCK = re.compile(r"^```(\w*)\n.*?^```$", re.MULTILINE | re.DOTALL)
 NOT_FOR_USERS = {"architecture.md", "flag_reference.md"}
 MOST_FILES_TO_READ, MOST_LINES_TO_READ = 35, 7000
 WORLD_SIZE = 1
@@ -96,6 +97,11 @@ def table_rows(text: str, header: str) -> list[list[str]]:
     """Cells of the table whose header line begins with `header`."""
     lines = text[text.index(f"| {header}") :].split("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def without_outputs(text: str) -> str:
+    """A page without its blocks that have no language."""
+    return BLOCK.sub(lambda block: block[0] if block[1] else "", text)
 
 
 @pytest.fixture(scope="module")
@@ -264,11 +270,17 @@ def test_the_readme_is_one_page() -> None:
 
 
 def test_user_pages_are_short_and_have_no_evidence() -> None:
-    """Words of complete files, as `wc -w` counts them. Generated pages and those of developers do not count."""
+    """Words as `wc -w` counts them, without outputs in tutorials, generated pages and those of developers."""
     pages = [path for path in DOCS if path.parent.name != "dev" and path.name not in NOT_FOR_USERS]
-    texts = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *pages)}
-    assert [name for name, text in texts.items() if "NOT RUN" in text or "`tests/" in text] == []
-    assert sum(len(text.split()) for text in texts.values()) <= MOST_WORDS_FOR_USERS
+    texts = {path: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *pages)}
+    assert [path.name for path, text in texts.items() if "NOT RUN" in text or "`tests/" in text] == []
+    read = (without_outputs(text) if path.parent.name == "tutorials" else text for path, text in texts.items())
+    assert sum(len(text.split()) for text in read) <= MOST_WORDS_FOR_USERS
+
+
+def test_commands_of_tutorials_count_and_outputs_do_not() -> None:
+    page = "Run:\n\n```bash\nmegafp8 doctor\n```\n\n```\ntraining can run\n```\n\nDone.\n"
+    assert without_outputs(page).split() == ["Run:", "```bash", "megafp8", "doctor", "```", "Done."]
 
 
 def test_the_index_has_every_page() -> None:
