@@ -120,6 +120,7 @@ def be_python(words: list[str], folder: str, environment: Mapping[str, str], str
     try:
         if words[0] == "-m":
             sys.argv = words[1:]
+            sys.path.insert(0, folder)  # as a new interpreter does
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv = words

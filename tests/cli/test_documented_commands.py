@@ -68,14 +68,10 @@ SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         "megafp8 torchrun": {"torchrun": "torchrun --gpus-per-node 0 --ranks-per-node 2 --dry-run", "FLAGS": FLAGS},
     },
     "docs/getting_started.md": OWN_TEXT | {
-        "megafp8 plan": SMALL_PLAN,
         "megafp8 supervise": SUPERVISED,
         "megafp8 run-comparison": {
             "bf16,tensorwise,mxfp8": "bf16,tensorwise", "--seeds 3": "--seeds 1",
             END: f"-- {FLAGS}",
-        },
-        "megafp8 compare": {
-            "runs/bf16": "runs/recipes/bf16/seed*", "runs/fp8": "runs/recipes/tensorwise/seed*"
         },
     },
     "docs/generate_evaluate.md": {
@@ -136,6 +132,7 @@ SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         },
         "megafp8 build-index": {END: "--seq-length 32 --train-iters 10 --global-batch-size 2"},
     },
+    "docs/wandb.md": {"megafp8 pretrain": {END: f"{SHAPE} {SHORT} --seq-length 32"}},
     "docs/doctor.md": {
         "megafp8 doctor --gpus 8": {BEFORE: "mkdir runs\n", "--gpus 8 ": ""},
         "megafp8 verify-device": {END: "--recipes delayed"},
@@ -236,6 +233,9 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
         "bash examples/precision_table.sh": f"{RUN_BY}tests/cli/test_examples.py",
         "megafp8 precision-table": f"{RUN_BY}tests/cli/test_precision_table_command.py",
     },
+    "docs/data.md": dict.fromkeys(("curl", "megafp8 preprocess --hf-dataset"), "needs a network"),
+    "docs/wandb.md": {"pip install": "installs packages"}
+    | dict.fromkeys(("wandb login", "wandb sync"), "needs an account"),
     "docs/install.md": dict.fromkeys(
         (". tools/setup_venv.sh", ". .venv/bin/activate", "pip install", "uv venv", "uv pip", "conda create", "export"),
         "installs packages",
@@ -262,8 +262,29 @@ def write_text(path: Path) -> None:
     path.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces), encoding="utf-8")
 
 
+WANDB = """
+import types
+
+Histogram = dict
+
+
+def init(**arguments):
+    update = lambda values, allow_val_change: None
+    return types.SimpleNamespace(
+        id="1", dir="wandb/files", config=types.SimpleNamespace(update=update), summary={},
+        log=lambda values, step: None, finish=lambda: None,
+    )
+"""
+
+
+def give_wandb(folder: Path) -> None:
+    """A package in place of that of Weights & Biases."""
+    (folder / "wandb.py").write_text(WANDB, encoding="utf-8")
+
+
 def give_texts(folder: Path) -> None:
     """The text that docs/data.md reads."""
+    (folder / "input.txt").write_text("First:\nProceed.\n\nAll:\nSpeak, speak.\n", encoding="utf-8")
     write_text(folder / "data/text.jsonl")
     write_text(folder / "more/text.jsonl")
     subprocess.run(["gzip", str(folder / "more/text.jsonl")], check=True)
@@ -303,6 +324,7 @@ GIVEN: Mapping[str, Callable[[Path], None]] = {
     "docs/getting_started.md": lambda folder: write_text(folder / "data/text.jsonl"),
     "docs/hugging_face.md": lambda folder: give_model(folder, "Meta-Llama-3-8B", ONE_LLAMA),
     "docs/data.md": give_texts,
+    "docs/wandb.md": give_wandb,
     "docs/scaling_studies.md": give_study,
     "docs/tutorials/hugging_face.md": lambda folder: give_model(folder, "Qwen2.5-0.5B", ONE_QWEN),
     "docs/tutorials/megatron_to_slurm.md": give_script,

@@ -57,12 +57,12 @@ ACCELERATE_FLAGS = {
 # Of pip, docker and others, in docs/install.md.
 INSTALL_FLAGS = {
     "--no-build-isolation", "--force-reinstall", "--no-deps", "--no-cache-dir", "--rm", "--gpus",
-    "--ipc", "--shm-size", "--python", "--gres",
+    "--ipc", "--shm-size", "--python", "--gres", "--user",
 }  # fmt: skip
-# Of sbatch and srun, in docs/tutorials/megatron_to_slurm.md.
+# Of Slurm's commands, in docs/launching.md and docs/tutorials/megatron_to_slurm.md.
 SLURM_FLAGS = {
     "--job-name", "--signal", "--requeue", "--cpu-bind", "--kill-on-bad-exit", "--container-image", "--nodes",
-    "--ntasks-per-node", "--gpus-per-node", "--nproc-per-node",
+    "--ntasks-per-node", "--gpus-per-node", "--nproc-per-node", "--me",
 }  # fmt: skip
 # Made by a run, not shipped.
 RUN_FILES = {
