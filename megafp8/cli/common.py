@@ -27,10 +27,11 @@ TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 _VOCAB_SIZE = "model.vocab_size"
 
 
-class CommandParser(argparse.ArgumentParser):
-    """argparse whose types int and float are those of `utils/numbers.py`, also in subparsers; errors have one line."""
+class Parser(argparse.ArgumentParser):
+    """argparse whose types int and float are those of `utils/numbers.py`, also in subparsers.
 
-    wrong_flags_status = 2  # argparse's
+    Errors have one line, and megafp8's exit status for wrong flags (64) in place of argparse's (2).
+    """
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
@@ -39,17 +40,11 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the message, without the usage, and exit."""
-        self.exit(self.wrong_flags_status, f"{self.prog}: error: {message}; see {self.prog} --help\n")
-
-
-class Parser(CommandParser):
-    """argparse that exits with megafp8's status for wrong flags (64) instead of its own (2)."""
-
-    wrong_flags_status = ConfigError.exit_status
+        self.exit(ConfigError.exit_status, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
 
 def build_command_parser(
-    description: Optional[str], parser_class: type[argparse.ArgumentParser] = CommandParser, **options: Any
+    description: Optional[str], parser_class: type[argparse.ArgumentParser] = Parser, **options: Any
 ) -> argparse.ArgumentParser:
     """Build the parser of a program.
 

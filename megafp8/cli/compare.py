@@ -17,14 +17,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from megafp8.cli.command_flags import add_flags, argument, float_flag, int_flag, path_flag, switch
-from megafp8.cli.common import Parser, build_command_parser, returns_exit_status
+from megafp8.cli.common import build_command_parser, returns_exit_status
 from megafp8.errors import ConfigError
 from megafp8.utils.files import path_text, visible
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = add_flags(
-        build_command_parser(__doc__, Parser),
+        build_command_parser(__doc__),
         argument("runs", "folder of a run (its --save)", nargs="+", type=path_text, metavar="RUN"),
         argument("--baseline", "run or recipe to compare with (default: the first)", type=path_text, metavar="RUN"),
         path_flag("--output-dir", "write report.html, comparison.md, comparison.json, gaps.svg and loss_curves.png "

@@ -13,12 +13,12 @@ import argparse
 from collections.abc import Sequence
 
 from megafp8.cli import plan
-from megafp8.cli.common import Parser, build_command_parser, returns_exit_status
+from megafp8.cli.common import build_command_parser, returns_exit_status
 from megafp8.cli.goodput_flags import add_goodput_flags
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = build_command_parser(__doc__, Parser, allow_abbrev=False)
+    parser = build_command_parser(__doc__, allow_abbrev=False)
     plan.add_cluster_flags(parser)
     add_goodput_flags(parser, is_shown=True)
     parser.set_defaults(goodput=True, scaling=None, top=None, plot=None)

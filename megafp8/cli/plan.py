@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from megafp8.analysis.plotting import picture_problems
 from megafp8.cli.command_flags import add_flags, argument, float_flag, int_flag, path_flag, switch
-from megafp8.cli.common import Parser, build_command_parser, returns_exit_status
+from megafp8.cli.common import build_command_parser, returns_exit_status
 from megafp8.cli.goodput_flags import add_goodput_flags, build_inputs, goodput_problems
 from megafp8.errors import ConfigError
 from megafp8.utils.suggestions import NameType
@@ -36,7 +36,7 @@ LEAST_GBIT_PER_S, MOST_GBIT_PER_S = 1, 100_000
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = build_command_parser(__doc__, Parser, allow_abbrev=False)
+    parser = build_command_parser(__doc__, allow_abbrev=False)
     add_cluster_flags(parser)
     add_flags(
         parser,

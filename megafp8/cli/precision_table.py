@@ -17,7 +17,7 @@ import shlex
 from collections.abc import Sequence
 
 from megafp8.cli.command_flags import add_flags, argument, float_flag, int_flag, path_flag, switch
-from megafp8.cli.common import Parser, build_command_parser, returns_exit_status, stderr_log, training_command
+from megafp8.cli.common import build_command_parser, returns_exit_status, stderr_log, training_command
 from megafp8.config import variants
 from megafp8.errors import INTERNAL, PREEMPTED, ConfigError
 from megafp8.launch.compared_runs import discard_partial_checkpoints, run_problems
@@ -35,7 +35,7 @@ log = stderr_log("precision-table: ")
 
 def build_parser() -> argparse.ArgumentParser:
     return add_flags(
-        build_command_parser(__doc__, Parser),
+        build_command_parser(__doc__),
         path_flag("--output-dir", "folder of all runs and the table", required=True, metavar="D"),
         argument("--precisions", f"comma-separated: {', '.join((*UNQUANTIZED, *variants.names()))}; default: see "
                  "above. The first is the baseline", metavar="NAMES"),

@@ -16,14 +16,14 @@ from pathlib import Path
 
 from megafp8.cli import compare, scaling_report
 from megafp8.cli.command_flags import add_flags, argument, path_flag, switch
-from megafp8.cli.common import Parser, build_command_parser, returns_exit_status
+from megafp8.cli.common import build_command_parser, returns_exit_status
 from megafp8.errors import ConfigError
 from megafp8.utils.files import path_argument, path_text
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = add_flags(
-        build_command_parser(__doc__, Parser),
+        build_command_parser(__doc__),
         argument("folders", "folders of runs (their --save), one folder of a study, or its points.json", nargs="+",
                  type=path_argument, metavar="FOLDER"),
         argument("--baseline", "run or recipe to compare with", type=path_text, metavar="NAME"),

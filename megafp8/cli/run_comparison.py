@@ -31,7 +31,7 @@ from typing import Optional
 
 from megafp8.cli import built_in_data
 from megafp8.cli.command_flags import add_flags, argument, float_flag, int_flag, path_flag, switch
-from megafp8.cli.common import Parser, build_command_parser, returns_exit_status, training_command
+from megafp8.cli.common import build_command_parser, returns_exit_status, training_command
 from megafp8.config import flags, iterations, rules, variants
 from megafp8.config.schema import RunConfig
 from megafp8.errors import INTERNAL, PREEMPTED, ConfigError, Megafp8Error
@@ -50,7 +50,7 @@ from megafp8.utils.best_effort import best_effort
 
 def build_parser() -> argparse.ArgumentParser:
     return add_flags(
-        build_command_parser(__doc__, Parser),
+        build_command_parser(__doc__),
         path_flag("--output-dir --output", "folder of all runs and the report (default %(default)s)", metavar="D",
                   default=Path("runs/comparison")),
         argument("--size", "built-in model and run (default: by device, where the flags after -- name no model)",

@@ -15,13 +15,13 @@ import sys
 from collections.abc import Sequence
 
 from megafp8.cli.command_flags import add_flags, argument, path_flag, switch
-from megafp8.cli.common import Parser, build_command_parser, returns_exit_status
+from megafp8.cli.common import build_command_parser, returns_exit_status
 from megafp8.utils.files import path_argument
 
 
 def build_parser() -> argparse.ArgumentParser:
     return add_flags(
-        build_command_parser(__doc__, Parser),
+        build_command_parser(__doc__),
         argument("study", "folder of a study, or points.json of a report", type=path_argument, metavar="STUDY_FOLDER"),
         path_flag("--output-dir", "write the page and its data here", metavar="DIR"),
         argument("--baseline", "recipe to compare with (default: bf16, else the first)", metavar="RECIPE"),

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from megafp8.cli import built_in_data, stability_checkpoint
-from megafp8.cli.common import TRAINING_SCRIPT, Parser, build_command_parser, returns_exit_status
+from megafp8.cli.common import TRAINING_SCRIPT, build_command_parser, returns_exit_status
 from megafp8.errors import PREEMPTED, ConfigError, NumericsError
 from megafp8.utils.best_effort import best_effort
 from megafp8.utils.files import path_argument, path_text
@@ -41,7 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     from megafp8.launch.stability import CONTINUATION, FAULTS_ELSEWHERE, NUM_SEEDS, PAIRED, PARTS, SUITE_FILE
     from megafp8.recipes import registry
 
-    parser = build_command_parser(__doc__, Parser)
+    parser = build_command_parser(__doc__)
     parser.add_argument(
         "--output-dir", type=path_argument, required=True, metavar="D", help="folder of all runs and the report"
     )

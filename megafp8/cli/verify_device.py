@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megafp8.cli.command_flags import add_flags, argument, path_flag
-from megafp8.cli.common import TRAINING_SCRIPT, Parser, build_command_parser, returns_exit_status, stderr_log
+from megafp8.cli.common import TRAINING_SCRIPT, build_command_parser, returns_exit_status, stderr_log
 from megafp8.recipes import registry
 from megafp8.utils.files import atomic_write_json, atomic_write_text
 
@@ -27,7 +27,7 @@ log = stderr_log("verify-device: ")
 
 def build_parser() -> argparse.ArgumentParser:
     return add_flags(
-        build_command_parser(__doc__, Parser),
+        build_command_parser(__doc__),
         argument("--recipes", f"recipes to compare, of {', '.join(registry.names())} (default: all)", nargs="+",
                  choices=registry.names(), default=list(registry.names()), metavar="NAME"),
         argument("--parts", f"what to compare, of {', '.join(PARTS)} (default: all)", nargs="+", choices=PARTS,

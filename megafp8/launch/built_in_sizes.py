@@ -117,6 +117,7 @@ SIZES = {
         },
     ),
 }  # fmt: skip
+WARMUP = "optimizer.lr_warmup_"
 
 
 def size_flags(size: Size, replaced: Collection[str]) -> tuple[str, ...]:
@@ -139,6 +140,8 @@ def comparison_flags(size: ComparisonSize, parsed: ParsedArgs) -> tuple[str, ...
     """The flags that a size gives to all runs of a comparison, beside flags that were given and replace its own."""
     given = parsed.given | parsed.from_file
     replaced = given | (set(MODEL_SETTINGS).difference(DROPOUT) if names_model(parsed) else set())
+    if any(name.startswith(WARMUP) for name in given):  # in steps, samples or as a fraction: one excludes the others
+        replaced |= {setting.name for setting in all_settings() if setting.name.startswith(WARMUP)}
     rate = size.lr if parsed.config.optimizer.lr is None else parsed.config.optimizer.lr
     rates = without_settings(rate_flags(rate, given), given)
     return (*size_flags(size, replaced), *rates)

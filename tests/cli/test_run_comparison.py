@@ -171,6 +171,13 @@ def test_without_flags_a_built_in_size_is_trained_on_built_in_data(tool: ModuleT
     assert "--train-iters 300" not in said
 
 
+def test_a_warmup_in_steps_replaces_the_fraction_of_the_size(tool: ModuleType, tmp_path: Path, capsys) -> None:
+    words = ["--recipes", "bf16", "--output", str(tmp_path), "--dry-run", "--verbose", "--", "--lr-warmup-iters", "5"]
+    assert tool.main(words) == 0
+    printed = capsys.readouterr().out
+    assert "--lr-warmup-iters 5" in printed and "--lr-warmup-fraction" not in printed
+
+
 def test_built_in_data_are_written_once_and_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = flags.parse_with_problems(built_in_data.data_flags(tmp_path, DataConfig()))[0].config.data
     for told in (f"writing 1 MB of Python's standard library to {tmp_path}/data\n", ""):
