@@ -19,7 +19,7 @@ from megafp8.utils.files import path_text, printable
 from megafp8.utils.numbers import number, whole_number
 from megafp8.utils.suggestions import NameType, did_you_mean, same_name
 
-ACCUMULATED = ("overrides", "precision.precision_map")
+ACCUMULATED = ("overrides", "precision.precision_map", "logging.sample_prompt")
 """List settings to which every occurrence adds. Of the others the last occurrence wins."""
 TARGETS = ("cpu", "h100", "h200", "b200")
 

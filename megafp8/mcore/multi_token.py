@@ -11,8 +11,8 @@ rank over those that count at the depth. Gradients then depend on context parall
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Optional
 from unittest.mock import patch
 
@@ -137,6 +137,23 @@ def tokens_weighted_alike() -> AbstractContextManager[Any]:
     if is_installed("<0.19"):
         return nullcontext()
     return patch.object(import_core("models.gpt.gpt_model"), "process_mtp_loss", add_depth_losses)
+
+
+@contextmanager
+def main_output_only(chunks: Iterable[GPTModel]) -> Iterator[None]:
+    """Context in which models compute no multi-token prediction, which megatron-core cannot without labels.
+
+    Args:
+        chunks: without wrappers; each that is no `MultiTokenGPT` is left as it is.
+    """
+    models = [(chunk, chunk.config.mtp_num_layers) for chunk in chunks if isinstance(chunk, MultiTokenGPT)]
+    for model, _ in models:
+        model.mtp_process, model.config.mtp_num_layers = False, None
+    try:
+        yield
+    finally:
+        for model, num_depths in models:
+            model.mtp_process, model.config.mtp_num_layers = True, num_depths
 
 
 class MultiTokenGPT(GPTModel):

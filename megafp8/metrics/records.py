@@ -2,8 +2,8 @@
 
 The field `kind` names the kind of a record: `run` at the start and after every resumption, `step` for each optimizer
 step, `quantization` for each statistics step, `guard` for each one of `--fp8-guard`, `experts` for the load of experts,
-`eval` for each validation or test, and `event` for anything else (checkpoint saved, health warning, reason for
-stopping).
+`eval` for each validation or test, `sample` for each generated text, and `event` for anything else (checkpoint saved,
+health warning, reason for stopping).
 
 The lines are strict JSON, which has no NaN and no infinity. Losses may become non-finite, so these values are written
 as the strings "nan", "inf" and "-inf", and read back as numbers where the schema declares a float. Inside `config`,
@@ -155,8 +155,8 @@ class StepRecord:
     `data-wait` the time that rank 0 waits for its batches."""
     between_ms: Optional[dict[str, float]] = None
     """Time since the end of the previous step that is in the time of no step, by name: validation, checkpoints, replica
-    check, calibration, profile, rollback (with the steps that it repeats). None without any, and in records of earlier
-    versions."""
+    check, calibration, profile, samples, rollback (with the steps that it repeats). None without any, and in records of
+    earlier versions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +179,20 @@ class EvalRecord:
     def __post_init__(self) -> None:
         if self.split not in ("valid", "test"):
             raise DataError(f'an evaluation record has split {self.split!r}; expected "valid" or "test"')
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleRecord:
+    """A text of `--sample-interval`: the greedy continuation of a prompt by the model after a step."""
+
+    kind: ClassVar[str] = "sample"
+
+    step: int
+    prompt: str
+    text: str
+    """Without the prompt."""
+    ended_by: str
+    """`length`, `eod` for the end of the document, `non-finite` for logits that name no token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,7 +298,9 @@ class TornLineError(DataError):
     """A line that is not JSON, such as the partial line of a killed run."""
 
 
-Record = Union[RunRecord, StepRecord, QuantizationRecord, GuardRecord, EvalRecord, EventRecord, ExpertRecord]
+Record = Union[
+    RunRecord, StepRecord, QuantizationRecord, GuardRecord, EvalRecord, SampleRecord, EventRecord, ExpertRecord
+]
 RECORD_TYPES: Mapping[str, type] = {cls.kind: cls for cls in typing.get_args(Record)}
 NON_FINITE = ("nan", "inf", "-inf")
 LARGEST = (2 - 2**-23) * 2.0**127

@@ -11,8 +11,8 @@ RECORDS = "records"
 """The part of a step in which the host makes and writes records."""
 DATA_WAIT = "data-wait"
 """The part of a step in which the host waits for a batch."""
-BETWEEN_STEPS = (VALIDATION, CHECKPOINTS, REPLICA_CHECK, CALIBRATION, PROFILE, ROLLBACK) = (
-    "validation", "checkpoints", "replica check", "calibration", "profile", "rollback",
+BETWEEN_STEPS = (VALIDATION, CHECKPOINTS, REPLICA_CHECK, CALIBRATION, PROFILE, SAMPLES, ROLLBACK) = (
+    "validation", "checkpoints", "replica check", "calibration", "profile", "samples", "rollback",
 )  # fmt: skip
 """Spans that are in the time of no step."""
 

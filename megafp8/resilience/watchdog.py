@@ -58,6 +58,7 @@ STACKS_FOLDER = "logs/watchdog"
 # The start has no limit: building an index may take hours, and the rendezvous has its own timeout.
 START = "start"
 STEP, EVALUATION, AFTER_STEP = "step", "evaluation batch", "what follows step"
+SAMPLE = "sample of text"
 # The first step or batch compiles kernels and connects ranks.
 FIRST_LIMIT_S, FIRST_FACTOR = 1800.0, 5.0
 # Automatic limit: a multiple of the slowest recent duration, with a minimum.

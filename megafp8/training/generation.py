@@ -8,17 +8,44 @@ tokens, in passes over the window.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Optional, Protocol
 
 import torch
+from torch import Tensor
 
 from megafp8.data.tokenizers.build import Tokenizer
 from megafp8.errors import DataError
-from megafp8.models.emulated_layers import cached_weight_codes
-from megafp8.training.language_model import LanguageModel
+from megafp8.training.key_value_cache import KeyValueCache
 from megafp8.training.sampling import Sampling, next_token
 
 INCOMPLETE_CHARACTER = "\ufffd"
+
+
+class TokenPredictor(Protocol):
+    """What continues texts: the model of a checkpoint, or of a run in training."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    def build_cache(self) -> Optional[KeyValueCache]:
+        """An empty cache for one text; None if texts are generated without."""
+
+    def cached_weights(self) -> AbstractContextManager[None]:
+        """A context in which no weight changes."""
+
+    def next_logits(self, ids: Sequence[int], cache: Optional[KeyValueCache] = None) -> Tensor:
+        """Logits of the token after `ids`. Shape: (tokenizer's vocabulary,), FP32, on the CPU."""
+
+
+def padded_window(ids: Sequence[int], context_tokens: int, length_multiple: int) -> tuple[list[int], int]:
+    """The last `context_tokens` of `ids`, padded to a multiple, and the position of the last one.
+
+    Attention is causal: padding after the last token affects its logits only through per-tensor scales.
+    """
+    window = list(ids[-context_tokens:])
+    return window + window[-1:] * (-len(window) % length_multiple), len(window) - 1
 
 
 @dataclass(frozen=True)
@@ -39,7 +66,7 @@ class Sample:
     seed: int
 
 
-def encode_prompt(model: LanguageModel, prompt: str) -> list[int]:
+def encode_prompt(model: TokenPredictor, prompt: str) -> list[int]:
     """The token ids of a prompt; for an empty one the end-of-document token.
 
     Raises:
@@ -53,7 +80,7 @@ def encode_prompt(model: LanguageModel, prompt: str) -> list[int]:
 
 
 def generate_ids(
-    model: LanguageModel, prompt_ids: Sequence[int], sampling: Sampling, max_new_tokens: int, seed: int
+    model: TokenPredictor, prompt_ids: Sequence[int], sampling: Sampling, max_new_tokens: int, seed: int
 ) -> Iterator[int]:
     """Yield new tokens up to the end of the document, which is not yielded, or to the maximum number.
 
@@ -61,7 +88,7 @@ def generate_ids(
     """
     generator = torch.Generator().manual_seed(seed)
     ids, cache = list(prompt_ids), model.build_cache()
-    with cached_weight_codes([model.module]):
+    with model.cached_weights():
         for _ in range(max_new_tokens):
             token = next_token(model.next_logits(ids, cache), sampling, generator)
             if token == model.tokenizer.eod:
@@ -106,7 +133,7 @@ class TextStream:
 
 
 def generate_text(
-    model: LanguageModel,
+    model: TokenPredictor,
     prompt: str,
     sampling: Sampling,
     max_new_tokens: int,

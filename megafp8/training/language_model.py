@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
@@ -29,6 +30,8 @@ from megafp8.errors import CapabilityError, DataError
 from megafp8.mcore.config import build_transformer_config
 from megafp8.mcore.process_groups import build_process_groups
 from megafp8.models.builder import build_model
+from megafp8.models.emulated_layers import cached_weight_codes
+from megafp8.training.generation import padded_window
 from megafp8.training.generation_precision import cache_warning, generation_config, quantization_words, trained_config
 from megafp8.training.key_value_cache import KeyValueCache
 
@@ -68,6 +71,10 @@ class LanguageModel:
         """An empty cache for one text; None if texts are generated without."""
         return KeyValueCache(self.module, self.device, self.context_tokens) if self.uses_cache else None
 
+    def cached_weights(self) -> AbstractContextManager[None]:
+        """A context in which no weight changes, so that each is quantized once."""
+        return cached_weight_codes([self.module])
+
     @torch.no_grad()
     def next_logits(self, ids: Sequence[int], cache: Optional[KeyValueCache] = None) -> Tensor:
         """Logits of the token after `ids`. Shape: (tokenizer's vocabulary,), FP32, on the CPU.
@@ -84,10 +91,7 @@ class LanguageModel:
 
     def window_logits(self, ids: Sequence[int]) -> Tensor:
         """Logits from one pass over the last `context_tokens` of `ids`. Shape: (padded vocabulary,)."""
-        window = list(ids[-self.context_tokens :])
-        last = len(window) - 1
-        # Attention is causal: padding after the last token affects its logits only through per-tensor scales.
-        window += window[-1:] * (-len(window) % self.length_multiple)
+        window, last = padded_window(ids, self.context_tokens, self.length_multiple)
         tokens = torch.tensor([window], device=self.device)
         positions = torch.arange(len(window), device=self.device)[None]
         return self.module(tokens, positions, None)[0, last]

@@ -65,6 +65,13 @@ def tokenizer_files_are_there(config: RunConfig, world_size: int) -> Iterator[st
             yield f"{flag} {path}: permission denied"
 
 
+def prompts_are_there(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The file of --sample-prompts can be read."""
+    path = config.logging.sample_prompts
+    if path is not None and not os.path.isfile(path):
+        yield f"--sample-prompts {path}: no such file; give a text file with a prompt a line, or --sample-prompt TEXT"
+
+
 def checkpoints_to_load_are_there(config: RunConfig, world_size: int) -> Iterator[str]:
     """The folder to load from exists, unless it is the one that the run saves to and will resume from."""
     checkpoint = config.checkpoint

@@ -241,6 +241,23 @@ class LoggingConfig:
         f"{', '.join(each.name for each in registry.stateless())}",
         metavar="RECIPES", requires="--fp8-log-interval", role=Role.OUTPUT | Role.MEMORY, megatron=OWN,
     )
+    sample_interval: Optional[int] = setting(
+        None, "steps between samples of text, the most probable continuations of prompts; each new token takes a "
+        "forward pass over the text so far",
+        range=AT_LEAST_1, unset="never", unit="steps", megatron=OWN,
+    )
+    sample_prompt: tuple[str, ...] = setting(
+        (), "prompts of the samples", many=True, requires="--sample-interval", unset="a new document", metavar="TEXT",
+        megatron=OWN,
+    )
+    sample_prompts: Optional[str] = setting(
+        None, "file with more prompts, one a line", path=True, requires="--sample-interval", metavar="FILE",
+        megatron=OWN,
+    )
+    sample_tokens: int = setting(
+        64, "maximum number of tokens of a sample",
+        range=AT_LEAST_1, requires="--sample-interval", unit="tokens", megatron=OWN,
+    )
     log_throughput: bool = setting(
         True, "log TFLOP/s and MFU", flags=("--log-throughput",), megatron="off by default; here always on"
     )

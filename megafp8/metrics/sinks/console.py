@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Optional, TextIO
 
 from megafp8.config.schema import LoggingConfig
-from megafp8.metrics.records import EvalRecord, EventRecord, Record, RunRecord, StepRecord
+from megafp8.metrics.records import EvalRecord, EventRecord, Record, RunRecord, SampleRecord, StepRecord
 from megafp8.utils.formatting import duration_text
 
 ETA_WINDOW_STEPS = 50
@@ -72,6 +72,8 @@ class ConsoleSink:
         elif isinstance(record, EvalRecord):
             self._eval_ms[record.split] = record.eval_ms
             self._print(f"{self._position(record.step)} | {describe_eval(record)}")
+        elif isinstance(record, SampleRecord):
+            self._print(f"{self._position(record.step)} | sample {record.prompt!r} -> {record.text!r}")
         elif isinstance(record, EventRecord) and not self._is_hidden(record):
             detail = f": {record.detail}" if record.detail else ""
             self._print(f"{self._position(record.step)} | {record.name}{detail}")

@@ -18,6 +18,7 @@ from megafp8.metrics.records import (
     QuantizationRecord,
     Record,
     RunRecord,
+    SampleRecord,
     StepRecord,
     TornLineError,
     from_json,
@@ -26,7 +27,7 @@ from megafp8.metrics.records import (
 from megafp8.utils.best_effort import LogFile
 from megafp8.utils.files import UnreadableFile, open_regular
 
-STEP_RECORDS = (StepRecord, QuantizationRecord, GuardRecord, EvalRecord, ExpertRecord)
+STEP_RECORDS = (StepRecord, QuantizationRecord, GuardRecord, EvalRecord, ExpertRecord, SampleRecord)
 
 
 class JsonlSink:
@@ -83,8 +84,8 @@ def read_records(path: Union[str, Path]) -> list[Record]:
 def current_records(records: list[Record]) -> list[Record]:
     """The records that are valid after all resumptions.
 
-    All run and event records are kept. Of the others, the last one of each step (and split) is kept, unless a later run
-    record resumed from an earlier step.
+    All run and event records are kept. Of the others, the last one of each step (and split or prompt) is kept, unless a
+    later run record resumed from an earlier step.
     """
     current: dict[tuple[str, int, str], Record] = {}
     for position, record in enumerate(records):
@@ -96,7 +97,8 @@ def current_records(records: list[Record]) -> list[Record]:
                 if not (isinstance(old, STEP_RECORDS) and old.step > resumed_from_step)
             }
         if isinstance(record, STEP_RECORDS):
-            key = (record.kind, record.step, getattr(record, "split", ""))
+            part = record.prompt if isinstance(record, SampleRecord) else getattr(record, "split", "")
+            key = (record.kind, record.step, part)
         else:
             key = (record.kind, position, "")
         current.pop(key, None)  # the newer record has its own place in the file order

@@ -29,6 +29,7 @@ from megafp8.metrics.records import (
     QuantizationRecord,
     Record,
     RunRecord,
+    SampleRecord,
     StepRecord,
     TensorStats,
 )
@@ -75,6 +76,10 @@ class TensorBoardSink:
     def write(self, record: Record) -> None:
         if isinstance(record, RunRecord):
             self._write_run(record)
+        elif isinstance(record, SampleRecord):
+            lines = (record.prompt + record.text).split("\n")
+            code = "\n".join(f"    {line}" for line in lines)  # Markdown leaves it as it is
+            self._add_text(f"samples/{record.prompt[:60] or 'new document'}", code, record.step)
         elif isinstance(record, (EvalRecord, QuantizationRecord, GuardRecord, ExpertRecord)):
             self._add_scalars(scalars(record), record.step)
             if isinstance(record, QuantizationRecord):
@@ -96,7 +101,8 @@ class TensorBoardSink:
         first_step = (record.resumed_from_step or 0) + 1
         session = self._event_pb2.SessionLog(status=self._event_pb2.SessionLog.START)
         self._add_event(first_step, is_header=True, session_log=session)
-        self._add_text(f"```\n{json.dumps(record.config, indent=2, default=str)}\n```", first_step)
+        settings = json.dumps(record.config, indent=2, default=str)
+        self._add_text("config/text_summary", f"```\n{settings}\n```", first_step, is_header=True)
 
     def _add_scalars(self, values: dict[str, float], step: int) -> None:
         items = [self._summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
@@ -120,7 +126,8 @@ class TensorBoardSink:
             items.append(self._summary_pb2.Summary.Value(tag=f"fp8/exponents/{name}", histo=histogram))
         self._add_event(record.step, summary=self._summary_pb2.Summary(value=items))
 
-    def _add_text(self, text: str, step: int) -> None:
+    def _add_text(self, tag: str, text: str, step: int, *, is_header: bool = False) -> None:
+        """Write a text, which TensorBoard shows as Markdown."""
         summary_pb2, shape_pb2 = self._summary_pb2, self._tensor_shape_pb2
         plugin = summary_pb2.SummaryMetadata.PluginData(plugin_name="text")
         tensor = self._tensor_pb2.TensorProto(
@@ -129,8 +136,8 @@ class TensorBoardSink:
             tensor_shape=shape_pb2.TensorShapeProto(dim=[shape_pb2.TensorShapeProto.Dim(size=1)]),
         )
         metadata = summary_pb2.SummaryMetadata(plugin_data=plugin)
-        value = summary_pb2.Summary.Value(tag="config/text_summary", metadata=metadata, tensor=tensor)
-        self._add_event(step, is_header=True, summary=summary_pb2.Summary(value=[value]))
+        value = summary_pb2.Summary.Value(tag=tag, metadata=metadata, tensor=tensor)
+        self._add_event(step, is_header=is_header, summary=summary_pb2.Summary(value=[value]))
 
     def _add_event(self, step: int, *, is_header: bool = False, **content: Any) -> None:
         event = self._event_pb2.Event(wall_time=time.time(), step=step, **content)
@@ -167,7 +174,8 @@ class WandbSink:
                 f"--wandb-project {logging.wandb_project} needs the package wandb, which cannot be imported ({error}): "
                 "pip install wandb, or remove the flag (records.jsonl and TensorBoard have the same values)"
             ) from error
-        self._histogram = wandb.Histogram
+        self._wandb = wandb
+        self._samples: list[SampleRecord] = []
         self._outage = Outage("Weights & Biases", "records")
         self._run: Any = None
         id_file = None if run_folder is None else Path(run_folder) / WANDB_ID_FILE
@@ -207,15 +215,23 @@ class WandbSink:
                 self._outage.failed(error)
         self._outage.close()
 
-    def _log(self, record: Union[RunRecord, ScalarRecord]) -> None:
+    def _log(self, record: Union[RunRecord, SampleRecord, ScalarRecord]) -> None:
         if isinstance(record, RunRecord):
             self._run.config.update(dataclasses.asdict(record), allow_val_change=True)
+            return
+        if isinstance(record, SampleRecord):
+            # The table of a step has all its texts: of one that is logged twice, W&B keeps the later one.
+            self._samples = [each for each in self._samples if each.step == record.step] + [record]
+            rows = [[each.step, each.prompt, each.text] for each in self._samples]
+            self._run.log(
+                {"samples": self._wandb.Table(columns=["step", "prompt", "text"], data=rows)}, step=record.step
+            )
             return
         # W&B keeps a row open until a later step arrives, so an evaluation is added to the row of its step.
         values: dict[str, Any] = dict(scalars(record))
         if isinstance(record, QuantizationRecord):
             values |= {
-                f"fp8/exponents/{name}": self._histogram(np_histogram=(counts, exponent_edges(counts)))
+                f"fp8/exponents/{name}": self._wandb.Histogram(np_histogram=(counts, exponent_edges(counts)))
                 for name, counts in exponent_counts(record.tensors)
             }
         self._run.log(values, step=record.step)

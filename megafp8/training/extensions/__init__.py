@@ -16,6 +16,7 @@ from megafp8.training.extensions.rollback import Rollback
 from megafp8.training.extensions.statistics import QuantizationStatistics
 from megafp8.training.extensions.step_records import StepRecords
 from megafp8.training.extensions.stragglers import Stragglers
+from megafp8.training.extensions.text_samples import TextSamples
 
 
 def build_extensions() -> list[Extension]:
@@ -35,6 +36,7 @@ def build_extensions() -> list[Extension]:
         AttentionReport(),  # refuses slow attention before the first validation and save
         Profiler(),
         Validation(),  # agrees on stop signals
+        TextSamples(),  # agrees on them, too
         StopConditions(),  # before checkpoints: the last save ignores the interval
         Rollback(checkpoints),
         checkpoints,
