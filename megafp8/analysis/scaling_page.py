@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Optional
 
 import numpy as np
 
-from megafp8.analysis import scaling_report
+from megafp8.analysis import scaling_report, sweeps
 from megafp8.analysis.html import PageFigure, PageSection, render, standalone_svg, to_svg, write_files
 from megafp8.analysis.percent import count_text
 from megafp8.analysis.plot_comparison import UPRIGHT_GAP_LABEL, WIDTH_INCHES, add_legend
@@ -17,6 +17,7 @@ from megafp8.analysis.plotting import INK, PAGE_STYLE, new_figure, plot_style, u
 from megafp8.analysis.scaling_laws import COMPUTE, PARAMETERS, X_OF
 from megafp8.analysis.scaling_report import ALT_TEXT, ScalingReport, analyse
 from megafp8.analysis.study_points import POINTS_FILE, load_points
+from megafp8.analysis.tables import to_csv
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 COLORS = (INK, *RECIPE_COLORS)
 BAND_POINTS = 80
-PICTURE_FILE = "laws.svg"
+PICTURE_FILE, SWEEP_PICTURE_FILE = "laws.svg", "sweep.svg"
 PANEL_INCHES = 4.2  # of one of two figures side by side
 LABELS = {COMPUTE: "training compute, FLOPs", PARAMETERS: "parameters"}
 
@@ -219,6 +220,8 @@ def publish_study(
 ) -> tuple[ScalingReport, list[Path]]:
     """Analyse a study and, with an output folder, write report.html, report.md, laws.svg, report.json and points.json.
 
+    A sweep has sweep.svg and ranking.csv in place of laws.svg.
+
     Args:
         study: folder of the study, or the points.json of an earlier report.
 
@@ -229,11 +232,17 @@ def publish_study(
     report = analyse(points, baseline=baseline)
     if output is None:
         return report, []
+    picture, figure, alt = PICTURE_FILE, None, ALT_TEXT
+    if report.is_sweep:
+        picture, alt = SWEEP_PICTURE_FILE, sweeps.ALT_TEXT
+        figure = sweeps.plot_coordinates(report.cells, report.loss_name)
     contents = {
-        "report.html": render_page(report), "report.md": scaling_report.to_markdown(report, PICTURE_FILE),
-        PICTURE_FILE: standalone_svg(to_svg(plot_laws(report), ALT_TEXT)), "report.json": report.to_json(),
+        "report.html": render_page(report), "report.md": scaling_report.to_markdown(report, picture),
+        picture: standalone_svg(to_svg(figure or plot_laws(report), alt)), "report.json": report.to_json(),
         POINTS_FILE: points.to_json(),
     }  # fmt: skip
+    if report.is_sweep:
+        contents["ranking.csv"] = to_csv(sweeps.ranking_rows(report.cells))
     return report, write_files(output, contents)
 
 
@@ -248,15 +257,19 @@ def laws_caption(report: ScalingReport) -> str:
     return text
 
 
-def render_page(report: ScalingReport) -> str:
-    """The HTML page."""
+def main_figure(report: ScalingReport) -> PageFigure:
+    """The laws, or the parallel coordinates of a sweep."""
+    if report.is_sweep:
+        picture = to_svg(sweeps.plot_coordinates(report.cells, report.loss_name), sweeps.ALT_TEXT)
+        return PageFigure(pictures={sweeps.ALT_TEXT: {"picture": picture}}, caption=f"{sweeps.ALT_TEXT}.")
     titles = {name: f"Loss over {name}" for name in (COMPUTE, PARAMETERS)}
     laws = {title: {"picture": to_svg(plot_laws(report, [name]), title)} for name, title in titles.items()}
-    sections = [
-        PageSection(
-            title="Loss", figures=[PageFigure(pictures=laws, caption=laws_caption(report), has_panels=True)]
-        )
-    ]  # fmt: skip
+    return PageFigure(pictures=laws, caption=laws_caption(report), has_panels=True)
+
+
+def render_page(report: ScalingReport) -> str:
+    """The HTML page."""
+    sections = [PageSection(title="Settings" if report.is_sweep else "Loss", figures=[main_figure(report)])]
     for title, figure in (("Speed over devices", plot_speed(report)), ("Swept flags", plot_sweeps(report))):
         if figure is not None:
             picture = PageFigure(pictures={title: {"picture": to_svg(figure, title)}})
@@ -264,7 +277,7 @@ def render_page(report: ScalingReport) -> str:
     sections += [PageSection(title=each.title, table=each, notes=[each.note]) for each in scaling_report.tables(report)]
     return render(
         "page.html.jinja",
-        title=f"Scaling study {report.name}",
+        title=scaling_report.title(report),
         headline=scaling_report.headline(report),
         conditions=scaling_report.conditions(report),
         warnings=scaling_report.warnings(report),

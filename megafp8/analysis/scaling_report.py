@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Optional
 
-from megafp8.analysis import scaling_laws
+from megafp8.analysis import scaling_laws, sweeps
 from megafp8.analysis.findings import Difference, difference_sentences
 from megafp8.analysis.percent import NOT_DETERMINED, count_text, is_wide
 from megafp8.analysis.power_laws import Estimate
@@ -31,6 +31,7 @@ class ScalingReport:
         replicates: fits without one seed, for the intervals of the laws; 0 without intervals.
         agreements: whether the gaps of each recipe agree over sizes; only those that do have a row over all sizes.
         notes: results that are missing and why, and configurations that were left out.
+        is_validated: False: losses are those of training.
     """
 
     name: str
@@ -46,6 +47,17 @@ class ScalingReport:
     speeds: tuple[SpeedRow, ...]
     missing: tuple[str, ...]
     notes: tuple[str, ...]
+    is_validated: bool = True
+
+    @property
+    def is_sweep(self) -> bool:
+        """Whether runs of one size differ in hyperparameters, which are ranked."""
+        return bool(sweeps.axes_of(self.cells))
+
+    @property
+    def loss_name(self) -> str:
+        """What the losses are."""
+        return "validation loss" if self.is_validated else "training loss"
 
     def axis(self, name: str) -> Optional[Axis]:
         """The laws over one axis; None if they could not be fitted."""
@@ -56,6 +68,9 @@ class ScalingReport:
         plain = {"headline": headline(self)} | dataclasses.asdict(self)
         for axis in plain["axes"]:
             del axis["fits"]
+        del plain["is_validated"]
+        if self.is_sweep:
+            plain |= {"loss": self.loss_name, "ranking": sweeps.ranking_rows(self.cells)}
         return to_strict_json(plain, indent=1)
 
 
@@ -76,7 +91,9 @@ def analyse(study: StudyPoints, *, baseline: Optional[str] = None) -> ScalingRep
     cells = scaling_laws.cell_rows(study.points)
     best = [cell for cell in cells if cell.is_best]
     notes = scaling_laws.skipped_cells_note(cells)
-    axes = [scaling_laws.fit_axis(name, best, recipes, notes) for name in (COMPUTE, PARAMETERS, BOTH)]
+    # A sweep is for settings, which the ranking has all.
+    laws = () if sweeps.axes_of(cells) else (COMPUTE, PARAMETERS, BOTH)
+    axes = [scaling_laws.fit_axis(name, best, recipes, notes) for name in laws]
     gaps, agreements = scaling_laws.gap_rows(best, recipes)
     replicates = max((len(axis.fits.left_out) for axis in axes if axis is not None), default=0)
     return ScalingReport(
@@ -85,6 +102,7 @@ def analyse(study: StudyPoints, *, baseline: Optional[str] = None) -> ScalingRep
         arithmetic=tuple(next(one.arithmetic for one in study.points if one.recipe == recipe) for recipe in recipes),
         gaps=tuple(gaps), agreements=tuple(agreements), axes=tuple(axis for axis in axes if axis is not None),
         speeds=tuple(speed_rows(study.points, baseline)), missing=study.missing, notes=tuple(notes),
+        is_validated=study.is_validated,
     )  # fmt: skip
 
 
@@ -94,7 +112,8 @@ PERCENT, PLAIN = "{:+.2%}", "{:.3f}"
 
 def headline(report: ScalingReport) -> str:
     """The findings: gaps over all pairs, whether a recipe shifts the law over compute, and runs that are not done."""
-    if len(report.recipes) == 1:
+    sentences = [sweeps.headline(report.cells, report.loss_name)] if report.is_sweep else []
+    if len(report.recipes) == 1 and not sentences:
         return f"There is no baseline: {report.recipes[0]} is the only recipe."
     overall = [
         Difference(
@@ -103,13 +122,18 @@ def headline(report: ScalingReport) -> str:
         )
         for row in report.gaps if row.parameters is None
     ]  # fmt: skip
-    sentences = difference_sentences(overall, report.baseline)
+    sentences += difference_sentences(overall, report.baseline)
     sentences += [disagreement_sentence(report, each) for each in report.agreements if not each.may_pool]
     if axis := report.axis(COMPUTE):
         sentences += [factor_sentence(recipe, factor, report.baseline) for recipe, factor in axis.factors]
     if report.missing:
         sentences.append(f"{missing_text(report)}.")
     return " ".join(sentences) or f"No other recipe has a run of the same size, length and seed as {report.baseline}."
+
+
+def title(report: ScalingReport) -> str:
+    """Of the page."""
+    return f"{'Sweep' if report.is_sweep else 'Scaling study'} {report.name}"
 
 
 def disagreement_sentence(report: ScalingReport, agreement: SizeAgreement) -> str:
@@ -165,12 +189,14 @@ def conditions(report: ScalingReport) -> str:
 
 def tables(report: ScalingReport) -> list[Table]:
     """The tables of a report that have rows, in order."""
-    found = [gap_table(report)]
+    found = [sweeps.ranking_table(report.cells, report.loss_name)] if report.is_sweep else []
+    found.append(gap_table(report))
     for axis in report.axes:
         found.append(law_table(axis))
         if axis.shifts:
             found.append(shift_table(axis, report.baseline))
-    return [table.without_empty_columns() for table in (*found, speed_table(report), cell_table(report)) if table.rows]
+    found += [speed_table(report), *([] if report.is_sweep else [cell_table(report)])]
+    return [table.without_empty_columns() for table in found if table.rows]
 
 
 def gap_table(report: ScalingReport) -> Table:
@@ -282,6 +308,14 @@ def cell_table(report: ScalingReport) -> Table:
 def warnings(report: ScalingReport) -> list[str]:
     """Limits of the results: notes, emulation, unfinished runs."""
     found = list(report.notes)
+    if not report.is_validated:
+        found.append("Not all runs were validated: losses are means of the last 5% of the training steps.")
+    tokens = sorted({cell.tokens for cell in report.cells})
+    if report.is_sweep and len(tokens) > 1:
+        found.append(
+            f"Settings differ in their training tokens, from {count_text(tokens[0])} to {count_text(tokens[-1])}, for "
+            "which the ranking does not correct."
+        )
     if any("emulated" in text for text in report.arithmetic):
         found.append(
             "Recipes were emulated: the losses are those of the format, speed and memory are not those of hardware "
@@ -294,6 +328,8 @@ def warnings(report: ScalingReport) -> list[str]:
 
 def method(report: ScalingReport) -> str:
     """How the intervals were computed."""
+    if report.is_sweep:
+        return f"Settings are ranked by their mean {report.loss_name} over seeds."
     if not report.replicates:
         return "The laws have no intervals: these come from seeds, and every size and length needs two."
     return (
@@ -306,11 +342,13 @@ def method(report: ScalingReport) -> str:
 def to_markdown(report: ScalingReport, picture: str) -> str:
     """The report as Markdown, with a link to the file of its figure."""
     parts = [
-        f"# {escape_markdown(f'Scaling study {report.name}')}",
+        f"# {escape_markdown(title(report))}",
         escape_markdown(headline(report)),
         escape_markdown(conditions(report)),
     ]
-    parts += [f"- {escape_markdown(text)}" for text in warnings(report)] + [f"![{ALT_TEXT}]({picture})"]
+    parts += [f"- {escape_markdown(text)}" for text in warnings(report)] + [
+        f"![{sweeps.ALT_TEXT if report.is_sweep else ALT_TEXT}]({picture})"
+    ]
     for table in tables(report):
         parts += [f"## {escape_markdown(table.title)}", table.to_markdown(), escape_markdown(table.note)]
     return "\n\n".join([*filter(None, parts), "## Method", method(report)]) + "\n"

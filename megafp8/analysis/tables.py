@@ -123,7 +123,7 @@ STEP_FIELDS = (
 
 def runs_csv(comparison: Comparison) -> str:
     """The runs as CSV: a line for each, with all fields of `ComparisonRow`."""
-    return _csv([dataclasses.asdict(row) for row in comparison.rows])
+    return to_csv([dataclasses.asdict(row) for row in comparison.rows])
 
 
 def steps_csv(runs: Sequence[LoadedRun]) -> str:
@@ -134,10 +134,10 @@ def steps_csv(runs: Sequence[LoadedRun]) -> str:
         for record in run.steps:
             values = {name: getattr(record, name) for name in STEP_FIELDS}
             rows.append({"run": run.name} | values | {"validation_loss": validated.get(record.step)})
-    return _csv(rows)
+    return to_csv(rows)
 
 
-def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
+def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     """Rows with the same keys as CSV; None is an empty cell."""
     stream = io.StringIO()
     writer = csv.DictWriter(stream, fieldnames=list(rows[0]) if rows else [], lineterminator="\n")

@@ -4,8 +4,9 @@
     megafp8 report runs/stdlib_cpu --output-dir runs/stdlib_cpu/report
 
 Runs are compared as by megafp8 compare. A study is given by its folder or by the points.json of an earlier
-report, and its scaling laws are fitted as by megafp8 scaling-report. Both write report.html, Markdown, JSON and
-plots. Exit status: 64 for wrong flags, 66 for runs that are missing, damaged or not comparable.
+report, and its scaling laws are fitted as by megafp8 scaling-report. Runs of one size in a study, or in a folder of
+runs, are ranked by their settings. All write report.html, Markdown, JSON and plots, a ranking also CSV. Exit status:
+64 for wrong flags, 66 for runs that are missing, damaged or not comparable.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def is_study(path: Path) -> bool:
-    """Whether a path is a study's folder, or the file of its points."""
-    from megafp8.analysis.study_points import STUDY_FILE
+    """Whether a path is a study's folder, one with the folders of runs, or the file of a study's points."""
+    from megafp8.analysis.study_points import STUDY_FILE, folders_of_runs
 
-    return path.is_file() or (path / STUDY_FILE).is_file()
+    return path.is_file() or (path / STUDY_FILE).is_file() or bool(folders_of_runs(path))
 
 
 @returns_exit_status("report")
