@@ -86,7 +86,7 @@ megafp8_setup() {
     megafp8_install "the extras $extras" --no-build-isolation -e "${megafp8_root}[$extras]" || return 1
   fi
   echo "$stamp" >> "$venv/megafp8-stamps"
-  echo "$venv is ready"
+  echo "$venv is ready: . $venv/bin/activate, then megafp8 doctor"
 }
 
 # shellcheck disable=SC2317  # where this file is sourced `return` ends it, where it is run `exit` does

@@ -29,6 +29,7 @@ from megafp8.checkpoint.manifest import (
 from megafp8.checkpoint.progress import ROLLBACK, SkipHistory
 from megafp8.device.collective_errors import call_on_all_ranks, call_on_rank_0, rank_and_size
 from megafp8.errors import CheckpointError
+from megafp8.utils.suggestions import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,9 @@ def find_source(source: Path, step: Optional[int] = None, flag: str = "") -> Res
     found = choose_checkpoint(source, step=step)
     if found is None:
         reason = foreign_content(source) or "holds no checkpoint; give the folder that a run had as --save"
+        if not source.exists():
+            siblings = [path.name for path in source.parent.iterdir()] if source.parent.is_dir() else []
+            reason = f"does not exist{did_you_mean(source.name, siblings)}"
         raise CheckpointError(f"{flag}{source} {reason}")
     for note in found.notes:
         print(f"warning: {note}", file=sys.stderr, flush=True)

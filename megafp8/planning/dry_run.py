@@ -27,7 +27,7 @@ from megafp8.config.topology import layout_of
 from megafp8.data.tokenizers.build import build_tokenizer
 from megafp8.device.capability import Target
 from megafp8.device.gpus import find_gpu
-from megafp8.errors import DataError
+from megafp8.errors import CapabilityError, ConfigError, DataError
 from megafp8.planning.fit import MemoryVerdict, fp8_warnings, memory_verdict
 from megafp8.planning.host_memory import checkpoint_memory, host_memory_text
 from megafp8.planning.mixture_time import exchanged_bytes
@@ -176,12 +176,15 @@ def chosen_text(choices: Sequence[Choice]) -> str:
 
 
 def vocabulary_size(config: RunConfig) -> int:
-    """The vocabulary size before padding. The tokenizer is read only if needed: it may be on another machine."""
-    if config.model.vocab_size is not None and config.data.tokenizer_type != "NullTokenizer":
-        return config.model.vocab_size
+    """The vocabulary size before padding. With `--vocab-size` the tokenizer need not be here: it may be elsewhere."""
+    is_given = config.model.vocab_size is not None and config.data.tokenizer_type != "NullTokenizer"
     try:
         tokenizer = build_tokenizer(config.data, config.model.vocab_size)
-    except DataError as error:
+    except (CapabilityError, ConfigError, DataError) as error:
+        if is_given and config.model.vocab_size is not None:
+            return config.model.vocab_size
+        if not isinstance(error, DataError):
+            raise
         raise DataError(f"{error}. A dry run for another machine does without it with --vocab-size") from error
     return dimensions.vocabulary_size(config, tokenizer.vocab_size)
 

@@ -151,6 +151,10 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = strict_json.read_json(path, LIST_BYTES)
     except UnreadableFile as error:
+        if not path.exists():
+            raise CheckpointError(
+                f"{path.parent} is no folder of a Hugging Face model: it has no {path.name}"
+            ) from error
         raise CheckpointError(f"{path} cannot be read as JSON: {error.reason}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds no JSON object")

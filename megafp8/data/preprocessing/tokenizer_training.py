@@ -11,6 +11,7 @@ import errno
 import io
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -191,6 +192,10 @@ def _train_sentencepiece(texts: Iterator[str], vocab_size: int, model_type: str,
             minloglevel=2,
         )
     except (RuntimeError, OSError) as error:
+        if largest := re.search(r"set it to a value <= (\d+)", str(error)):
+            raise DataError(
+                f"--vocab-size {vocab_size} is too large for this text: use at most {largest[1]}, or more text."
+            ) from error
         raise DataError(
             f"SentencePiece could not train {vocab_size} pieces ({model_type}) on this text: {error} Use more text or "
             "another --vocab-size."

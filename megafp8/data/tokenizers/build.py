@@ -81,7 +81,10 @@ def build_tokenizer(data: DataConfig, vocab_size: Optional[int] = None) -> Token
     """
     kind = derived.tokenizer_type(data)
     if kind is None:
-        raise ConfigError("--tokenizer-type is missing. With --mock-data, use NullTokenizer.")
+        raise ConfigError(
+            "--tokenizer-type is missing: give SentencePieceTokenizer and --tokenizer-model FILE, or another type; "
+            "NullTokenizer with --mock-data"
+        )
 
     def required(flag: str, value: Any) -> Any:
         if value is None:

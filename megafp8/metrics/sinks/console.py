@@ -18,6 +18,7 @@ SETUP_EVENTS = frozenset(("micro-batch size", "optimizer", "parameter gather"))
 SHORT_EVAL_S = 10.0
 """Evaluations that take less are not announced."""
 EVAL_LINE_INTERVAL_S = 15.0
+SILENT_S = 60.0
 FORWARD_FRACTION = 1 / 3
 """Of the time of a step; backward takes twice as long."""
 
@@ -25,10 +26,10 @@ FORWARD_FRACTION = 1 / 3
 class ConsoleSink:
     """Prints ` step 120/400 | loss 3.1234  | grad norm   1.23 | lr 3.00e-04 | 410 ms | 12.3k tok/s | ETA ...`.
 
-    A line is printed at the first step of the process, at every multiple of `log_interval` and at the last step. Loss,
-    time and rates are means over the steps since the previous line, the loss over those with an update if there are
-    any; gradient norm and learning rate are those of the last step. The ETA uses wall-clock time, so evaluations and
-    checkpoints count.
+    A line is printed at the first step of the process, at every multiple of `log_interval` and at the last step, and on
+    slow machines after a minute without one. Loss, time and rates are means over the steps since the previous line, the
+    loss over those with an update if there are any; gradient norm and learning rate are those of the last step. The ETA
+    uses wall-clock time, so evaluations and checkpoints count.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class ConsoleSink:
         self._is_first_step = True
         self._run: Optional[RunRecord] = None
         self._eval_ms: dict[str, float] = {}
-        self._eval_shown_at = 0.0
+        self._eval_shown_at = self._printed_at = 0.0
         self._step_times: deque[float] = deque(maxlen=ETA_WINDOW_STEPS + 1)
         self._step_samples: deque[int] = deque(maxlen=ETA_WINDOW_STEPS)
         show_bar = self._stream.isatty() if logging.progress_bar is None else logging.progress_bar
@@ -118,10 +119,13 @@ class ConsoleSink:
 
     def _write_step(self, record: StepRecord) -> None:
         self._pending.append(record)
-        self._step_times.append(self._clock())
+        now = self._clock()
+        self._step_times.append(now)
         self._step_samples.append(record.global_batch_size or 1)
         is_logged = record.step % self._logging.log_interval == 0
-        if self._is_first_step or is_logged or record.step >= self._total_steps:
+        is_silent = self._bar is None and now - self._printed_at >= SILENT_S
+        if self._is_first_step or is_logged or is_silent or record.step >= self._total_steps:
+            self._printed_at = now
             show_throughput = self._logging.log_throughput and not self._is_on_cpu
             memory = self._run.device_memory_bytes if self._run is not None else None
             line = describe_steps(self._pending, show_throughput=show_throughput, device_memory_bytes=memory)

@@ -38,6 +38,16 @@ def test_lines_are_written_at_the_first_step_the_interval_and_the_end(make_step)
     ]
 
 
+def test_a_slow_machine_gets_a_line_a_minute(make_step) -> None:
+    stream = io.StringIO()
+    sink = ConsoleSink(LoggingConfig(log_interval=100), total_steps=9, stream=stream, clock=Clock(25.0))
+    for step in range(1, 10):
+        sink.write(make_step(step))
+    assert [line.split("|")[0].strip() for line in stream.getvalue().splitlines()] == [
+        "step 1/9", "step 4/9", "step 7/9", "step 9/9",
+    ]  # fmt: skip
+
+
 def test_the_eta_counts_samples_where_the_batch_grows(make_step) -> None:
     """Two steps of 8 samples took 1 s each; 160 samples are left, in steps of 16."""
     stream = io.StringIO()
