@@ -1,10 +1,11 @@
-"""Train a transformers model in BF16 and with NVFP4 linear layers, and print both losses.
+"""Train a transformers model as it is and with NVFP4 linear layers, and print both losses of each step.
 
     python examples/quantize_transformers_model.py
     python examples/quantize_transformers_model.py --recipe mxfp8 --steps 100
 
 The model is a small Llama from a configuration, its text the source code of Python's standard library, byte by byte.
-Nothing is downloaded. It needs transformers (`pip install transformers`), and a CPU or a CUDA device.
+Nothing is downloaded. It needs transformers (`pip install transformers`). GPUs compute in BF16. CPUs, many of which
+have no BF16 units, compute in FP32, for a minute.
 """
 
 from __future__ import annotations
@@ -46,19 +47,22 @@ def build_model(device: str) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).to(device)
 
 
-def train(model: LlamaForCausalLM, text: torch.Tensor, num_steps: int) -> list[float]:
-    """Losses of each step. Parameters are FP32, and autocast computes in BF16."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    device, losses = model.device, []
-    for tokens in batches(text, num_steps):
+class Training:
+    """One model and its optimizer."""
+
+    def __init__(self, model: LlamaForCausalLM):
+        self.model, self.optimizer = model, torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+    def step(self, tokens: torch.Tensor) -> float:
+        """Train on sequences, and return the loss before the update."""
+        device = self.model.device
         tokens = tokens.to(device)
-        with torch.autocast(device.type, torch.bfloat16):
-            loss = model(input_ids=tokens, labels=tokens).loss
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            loss = self.model(input_ids=tokens, labels=tokens).loss
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
 
 
 def main() -> None:
@@ -67,14 +71,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    text = read_text()
-    plain = train(build_model(device), text, arguments.steps)
-    model = build_model(device)
+    plain, model = build_model(device), build_model(device)
     print(megafp8.quantize_model(model, arguments.recipe))
-    quantized = train(model, text, arguments.steps)
-    print(f"step  bf16    {arguments.recipe}")
-    for step, losses in enumerate(zip(plain, quantized, strict=True), 1):
-        print(f"{step:4}  " + "  ".join(f"{loss:.4f}" for loss in losses))
+    trainings = Training(plain), Training(model)
+    print(f"step  plain   {arguments.recipe}")
+    for step, tokens in enumerate(batches(read_text(), arguments.steps), 1):
+        print(f"{step:4}  " + "  ".join(f"{training.step(tokens):.4f}" for training in trainings), flush=True)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Optional
 
+import psutil
+
 from megafp8 import __version__
 from megafp8.config import derived, dimensions, iterations, mixture, model_shapes, multi_token, precision_map, topology
 from megafp8.config.activations import is_gated
@@ -134,7 +136,10 @@ def describe_run(validated: ValidatedRun) -> DryRun:
         build_optimizer_config(config, implementation)
     vocab_size = dimensions.padded_vocab_size(config, vocabulary_size(config))
     choices = [*chosen_settings(config, target, implementation), *validated.choices]
-    verdict = find_verdict(config, target, implementation, vocab_size, world_size)
+    if target.kind == "cpu" and validated.invocation.target is None:
+        verdict: Optional[MemoryVerdict] = host_memory_verdict(config, implementation, vocab_size, world_size)
+    else:
+        verdict = find_verdict(config, target, implementation, vocab_size, world_size)
     fits = verdict is None or verdict.fits
     checkpoints, saved = checkpoint_text(config, validated, vocab_size)
     details = "" if is_verbose else "; --verbose prints all settings, ranks and GEMMs"
@@ -168,6 +173,18 @@ def find_verdict(
     if gpu is None or not implementation.has_step_time_model:
         return None
     return memory_verdict(PlannedRun(config=config, gpu=gpu, world_size=world_size, padded_vocab=vocab_size))
+
+
+def host_memory_verdict(
+    config: RunConfig, implementation: LayerBackend, vocab_size: int, world_size: int
+) -> MemoryVerdict:
+    """Whether the ranks of a run fit into the memory of this machine, which trains on its CPU."""
+    estimates = estimate_stages(config, world_size, vocab_size, implementation=implementation)
+    needed, has = world_size * max(each.total_bytes for each in estimates), psutil.virtual_memory().total
+    if needed <= has:
+        return MemoryVerdict(True, f"fits: {gib(needed)} of {gib(has)} GiB of this machine, estimated")
+    fix = "reduce --micro-batch-size or --seq-length, take a smaller model, or give the GPUs: --target, --world-size"
+    return MemoryVerdict(False, f"does not fit: needs {gib(needed)} GiB, this machine has {gib(has)}; {fix}")
 
 
 def chosen_text(choices: Sequence[Choice]) -> str:

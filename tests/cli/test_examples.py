@@ -326,7 +326,7 @@ def test_a_transformers_model_is_trained_in_two_precisions() -> None:
     done = run_script("examples/quantize_transformers_model.py", "--steps", "3")
     assert done.returncode == 0, done.stderr
     replaced, _, header, *rows = done.stdout.splitlines()
-    assert replaced == "14 layers quantized, 1 skipped" and header.split() == ["step", "bf16", "nvfp4"]
+    assert replaced == "14 layers quantized, 1 skipped" and header.split() == ["step", "plain", "nvfp4"]
     first, *_, last = ([float(cell) for cell in row.split()[1:]] for row in rows)
     assert len(rows) == 3 and all(after < before - 0.5 for before, after in zip(first, last, strict=True))
     assert 0 < abs(last[0] - last[1]) < 0.2

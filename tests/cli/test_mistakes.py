@@ -31,7 +31,7 @@ FLAGS = {
     f"{RUN} --fp8-format hybrid --fp8-recipe tensor": (64, "did you mean tensorwise?"),
     f"{RUN} --recipe tensor": (64, "--recipe: tensor; did you mean tensorwise? (known recipes: "),
     f"{RUN} --use_fp8": (64, "use --recipe tensorwise, or another recipe"),
-    f"{RUN} --bf16 --fp16": (64, "--bf16"),
+    f"{RUN} --bf16 --fp16": (64, "--bf16 and --fp16 are both given: keep one"),
     f"{RUN} --global-batch-size 3": (64, "--global-batch-size 4"),
     f"{RUN} --bf16 --fp8-format hybrid --ffn-hidden-size 200": (64, "--ffn-hidden-size 208"),
     f"{RUN} --lr-warmup-iters 10": (64, "lower --lr-warmup-iters"),
@@ -97,7 +97,7 @@ FLAGS = {
     "study study.yaml --dry-run": (64, "study.yaml:2: unknown key 'seeds'"),
     f"{RUN} --precision-map map.yaml": (64, "--precision-map map.yaml:1: not YAML: '*.linear_fc2: bf16'"),
     f"{RUN} --config c.json": (64, "did you mean"),
-    f"{RUN} --fp8-format hybrid --transformer-impl transformer_engine": (64, "--transformer-impl"),
+    f"{RUN} --fp8-format hybrid --transformer-impl transformer_engine": (64, "or use --transformer-impl emulated"),
 }  # fmt: skip
 
 

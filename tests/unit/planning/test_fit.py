@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megafp8.config import flags
+from megafp8.planning import dry_run
 from megafp8.planning.dry_run import describe_run
 from megafp8.training.checks import check
 
@@ -55,3 +58,17 @@ def test_the_planner_is_named_where_nothing_suffices() -> None:
     assert verdict(f"{words} --num-layers 96 --hidden-size 4096").endswith(
         "; try megafp8 plan --model-preset llama-1b --gpus 1 --gpu h200"
     )
+
+
+def test_on_a_cpu_the_memory_is_that_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "--model-preset tiny --seq-length 64 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data"
+    words += " --tokenizer-type NullTokenizer --vocab-size 100 --dry-run"
+    if torch.cuda.is_available():
+        pytest.skip("of a machine without a GPU")
+    described = describe_run(check(flags.parse(words.split()), []))
+    assert described.fits and re.search(
+        r"^fits: [\d.]+ of [\d.]+ GiB of this machine, estimated$", described.text, re.M
+    )
+    monkeypatch.setattr(dry_run.psutil, "virtual_memory", lambda: SimpleNamespace(total=2**20))
+    described = describe_run(check(flags.parse(words.split()), []))
+    assert not described.fits and "GiB, this machine has 0.00; reduce --micro-batch-size" in described.text
