@@ -45,7 +45,7 @@ model=(
 training=(
   --micro-batch-size 2 --global-batch-size 4 --train-iters "${STEPS:-90}" --use-distributed-optimizer
   --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.2
-  --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --seed 1234
+  --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --seed 42
   --eval-interval 30 --eval-iters 8 --save-interval 45 --log-interval 10
 )
 fp8=(--fp8-format hybrid --fp8-recipe tensorwise)
