@@ -20,7 +20,7 @@ import torch
 from documented_commands import PAGES, Command, commands_in, lay_out, python_of
 from forked_python import forked_python
 from forked_runs import ROOT
-from hf_folders import FAMILY_MODELS, LLAMA, random_weights, write_hf_folder
+from hf_folders import LLAMA, random_weights, write_hf_folder
 from small_run import TOKENS
 
 from megafp8.data.preprocessing.tokenizer_training import train_tokenizer
@@ -39,10 +39,10 @@ FLAGS = (
     "--vocab-size 255"
 )
 RANKS = {"torchrun --nproc-per-node 8": "torchrun --standalone --nproc-per-node 2"}
-ONE_QWEN = FAMILY_MODELS["qwen2"] | {"model_type": "qwen2", "vocab_size": 300, "num_hidden_layers": 1}
 ONE_LLAMA = LLAMA | {"vocab_size": 300, "num_hidden_layers": 1, "rope_theta": 500_000.0}
 SMALL_PLAN = {"llama3-70b --gpus 512": "llama-1b --gpus 2", END: "--scaling 2 4"}
 SUPERVISED = RANKS | {"FLAGS": f"{FLAGS} --save runs/supervised --load runs/supervised"}
+TORCHRUN = {"torchrun": "torchrun --gpus-per-node 0 --ranks-per-node 2 --dry-run", "FLAGS": FLAGS}
 SMALL_TOKENIZER = {END: "--vocab-size 600 --num-threads 1"}
 TOKENIZER = "--tokenizer-type SentencePieceTokenizer --tokenizer-model data/tokenizer.model"
 
@@ -65,10 +65,10 @@ TRAINED_ON_TEXT = (
 SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "README.md": OWN_TEXT | {
         "megafp8 plan": SMALL_PLAN,
-        "megafp8 torchrun": {"torchrun": "torchrun --gpus-per-node 0 --ranks-per-node 2 --dry-run", "FLAGS": FLAGS},
+        "megafp8 torchrun": TORCHRUN,
     },
     "docs/getting_started.md": OWN_TEXT | {
-        "megafp8 supervise": SUPERVISED,
+        "megafp8 torchrun": TORCHRUN,
         "megafp8 run-comparison": {
             "bf16,tensorwise,mxfp8": "bf16,tensorwise", "--seeds 3": "--seeds 1",
             END: f"-- {FLAGS}",
@@ -169,6 +169,7 @@ SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         },
     },
     "docs/tutorials/hugging_face.md": {
+        "megafp8 train-tokenizer": {END: "--num-threads 1"},
         "megafp8 preprocess": {END: "--workers 1"},
         "megafp8 pretrain": {END: f"{SHORT} --seq-length 32 --eval-interval 2"},
         "megafp8 evaluate": {"20000": "500"},
@@ -326,7 +327,7 @@ GIVEN: Mapping[str, Callable[[Path], None]] = {
     "docs/data.md": give_texts,
     "docs/wandb.md": give_wandb,
     "docs/scaling_studies.md": give_study,
-    "docs/tutorials/hugging_face.md": lambda folder: give_model(folder, "Qwen2.5-0.5B", ONE_QWEN),
+    "docs/tutorials/hugging_face.md": lambda folder: write_text(folder / "data/mine.jsonl"),
     "docs/tutorials/megatron_to_slurm.md": give_script,
 }
 
