@@ -12,7 +12,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-runs/quickstart}
-echo "The quickstart takes 3 to 4 minutes on two CPU cores, of which the installation takes 1. It needs 1.5 GB of disk, 1.2 of"
+echo "The quickstart takes 3 to 4 minutes on two CPU cores, of which the installation takes 1. It needs 1.6 GB of disk, 1.3 of"
 echo "it for .venv, with a CPU build of torch; with a build for CUDA, several GB and the time to download them."
 # Bytecode is written when a module is first imported, also where the environment forbids it: seven programs read it. pip
 # would compile all modules, which takes a minute, and most are never imported.

@@ -276,7 +276,7 @@ def _suggestion(plan: SplitPlan, config: RunConfig, has_enough_text: bool) -> st
             "use text of its own (--train-data-path, --valid-data-path)",
         ]
     elif derived.split(config) is not None:
-        ways.insert(0, f"Increase its proportion (--split, now {derived.split(config)})")
+        ways.insert(0, f"Increase its proportion (--split, now {derived.split(config)}; for example --split 90,10,0)")
     if plan.split is Split.valid:
         ways.append("no validation (--eval-iters 0)")
     text = ", ".join(ways[:-1]) + f", or {ways[-1]}."
