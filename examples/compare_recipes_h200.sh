@@ -13,7 +13,7 @@
 # (default: one run per GPU), NO_REPORT=1 to train only. The report can be created again from the records on any
 # machine:
 #
-#   python tools/compare_runs.py FOLDER/*/seed* --baseline bf16 --output-dir FOLDER/report
+#   megafp8 compare FOLDER/*/seed* --baseline bf16 --output-dir FOLDER/report
 set -euo pipefail
 [ $# -le 1 ] || { echo "usage: bash examples/compare_recipes_h200.sh [FOLDER]" >&2; exit 64; }
 cd "$(dirname "$0")/.."

@@ -6,12 +6,12 @@
 #
 # It needs the libraries of the extra hf: pip install -e '.[hf]'
 #
-# First the weights are converted to a checkpoint, once (tools/convert_checkpoint.py). Create the shards with the
-# model's tokenizer: tools/preprocess_data.py --tokenizer-type HuggingFaceTokenizer --tokenizer-model Meta-Llama-3-8B.
+# First the weights are converted to a checkpoint, once (megafp8 convert). Create the shards with the model's tokenizer:
+# megafp8 preprocess --tokenizer-type HuggingFaceTokenizer --tokenizer-model Meta-Llama-3-8B.
 # If the run is interrupted, start it again to resume from its last checkpoint. To convert the result back for
 # transformers:
 #
-#   python tools/convert_checkpoint.py to-hf runs/llama3-8b models/mine
+#   megafp8 convert to-hf runs/llama3-8b models/mine
 #
 # HF_MODEL       folder with config.json, safetensors and tokenizer
 # DATA_PATH      prefix of the shards, or "weight prefix weight prefix ..."
@@ -20,8 +20,8 @@
 # GPUS_PER_NODE  ranks to start (default: one per GPU)
 # PYTHON         Python interpreter with megafp8 (default .venv/bin/python, else python3)
 #
-# Arguments are further flags of pretrain_gpt.py, which override those below. HF_MODEL may be any Llama model: the model
-# settings are taken from its files.
+# Arguments are further flags of megafp8 pretrain, which override those below. HF_MODEL may be any Llama model: the
+# model settings are taken from its files.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}

@@ -4,7 +4,7 @@
 #   export DATA_PATH=data/corpus_text_document VOCAB_FILE=data/vocab.json MERGE_FILE=data/merges.txt
 #   SAVE=runs/gpt2/bf16 bash examples/pretrain_gpt2_124m.sh
 #   SAVE=runs/gpt2/fp8 bash examples/pretrain_gpt2_124m.sh --recipe tensorwise
-#   python3 tools/compare_runs.py runs/gpt2/bf16 runs/gpt2/fp8 --output-dir runs/gpt2/comparison
+#   megafp8 compare runs/gpt2/bf16 runs/gpt2/fp8 --output-dir runs/gpt2/comparison
 #
 # It uses Transformer Engine on a GPU with FP8, and emulated FP8 elsewhere. To print the plan on any machine:
 #
@@ -17,7 +17,7 @@
 # GPUS_PER_NODE           ranks to start (default: one per GPU; one without a GPU)
 # PYTHON                  Python interpreter with megafp8 (default .venv/bin/python, else python3)
 #
-# Arguments are further flags of pretrain_gpt.py, which override those below.
+# Arguments are further flags of megafp8 pretrain, which override those below.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}

@@ -25,7 +25,7 @@
 # MASTER_PORT      a free port on the first machine (default 29500)
 # PYTHON           Python interpreter with megafp8 (default .venv/bin/python, else python3)
 #
-# Arguments are further flags of pretrain_gpt.py, which override those below.
+# Arguments are further flags of megafp8 pretrain, which override those below.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}

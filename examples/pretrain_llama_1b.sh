@@ -5,8 +5,8 @@
 #
 #   bash examples/pretrain_llama_1b.sh --dry-run --world-size 8 --target h200
 #
-# Then start the run, on token shards from tools/preprocess_data.py. If it is interrupted, start it again to resume from
-# its last checkpoint.
+# Then start the run, on token shards from megafp8 preprocess. If it is interrupted, start it again to resume from its
+# last checkpoint.
 #
 #   DATA_PATH=data/corpus_text_document TOKENIZER_MODEL=data/tokenizer.model bash examples/pretrain_llama_1b.sh
 #
@@ -18,7 +18,7 @@
 # GPUS_PER_NODE    ranks to start (default: one per GPU)
 # PYTHON           Python interpreter with megafp8 (default .venv/bin/python, else python3)
 #
-# Arguments are further flags of pretrain_gpt.py, which override those below. --performance max is faster, because the
+# Arguments are further flags of megafp8 pretrain, which override those below. --performance max is faster, because the
 # output layer is also in FP8 and Adam's moments are in BF16; docs/performance.md has the cost in loss.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -15,7 +15,7 @@
 #   sbatch --export=ALL,OUT=/shared/fineweb_edu examples/fineweb_edu/slurm.sh
 #
 # A requeued job resumes. Options of sbatch on the command line override those above; arguments after the script are
-# flags of pretrain_gpt.py. If compute nodes have no network, download the text first on a machine with one:
+# flags of megafp8 pretrain. If compute nodes have no network, download the text first on a machine with one:
 #
 #   OUT=/shared/fineweb_edu STOP_AFTER=text bash examples/fineweb_edu/run.sh
 set -euo pipefail

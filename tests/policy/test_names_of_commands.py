@@ -1,4 +1,5 @@
-"""Messages of the package name subcommands of `megafp8`: an installed package has no scripts of a checkout.
+"""Messages of the package and comments of examples name subcommands of `megafp8`, not scripts: an installed package has
+no scripts of a checkout.
 
 Docstrings may name scripts. Those that `--help` prints are translated (`build_command_parser`).
 """
@@ -15,9 +16,13 @@ from syntax_trees import tree_of
 
 from megafp8.cli.subcommands import SUBCOMMANDS
 
-PACKAGE = Path(__file__).resolve().parents[2] / "megafp8"
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "megafp8"
+EXAMPLES = sorted(path for path in (ROOT / "examples").rglob("*") if path.suffix in (".sh", ".yaml"))
 # The table of scripts.
 EXEMPT = {"cli/subcommands.py"}
+PROGRAM = re.compile(r"\b(?:tools|launcher)/|\bpretrain_gpt\.py")
+"""A script that a subcommand stands for. Comments of examples may name other examples."""
 SCRIPT = re.compile(r"\b(?:tools|launcher|examples)/|\bpretrain_gpt\.py")
 # "megafp8 plan" names a subcommand, "megafp8 needs" does not.
 COMMAND = re.compile(r"\bmegafp8 (?!(?:is|needs|reads|trains)\b)([a-z][a-z-]*)")
@@ -79,3 +84,11 @@ def test_subcommands_in_messages_exist() -> None:
         if name not in SUBCOMMANDS
     ]
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_comments_of_examples_name_subcommands(path: Path) -> None:
+    comments = [line for line in path.read_text(encoding="utf-8").splitlines() if line.lstrip().startswith("#")]
+    assert [line for line in comments if PROGRAM.search(line)] == []
+    commands = [command for line in comments if (command := re.match(r"#   megafp8 ([a-z-]+)", line))]
+    assert [command[0] for command in commands if command[1] not in SUBCOMMANDS] == []
