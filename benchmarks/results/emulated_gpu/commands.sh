@@ -1,3 +1,4 @@
+#!/usr/bin/env bash
 # The commands of the page.
 
 python benchmarks/gpu_steps.py --shape A --rounds 2 --modes bf16=bf16 mxfp8=emulated-mxfp8 \

@@ -1,3 +1,4 @@
+#!/usr/bin/env bash
 # The commands of the page, by its sections.
 
 # Mixtures of experts
@@ -6,7 +7,7 @@ OURS=("bf16=bf16 $G" "fp8=tensorwise-e4m3 $G") PEERS=("peer=@bf16 $P" "peer-fp8=
 STEPS="python benchmarks/gpu_steps.py --rounds 1 --build-s 300"
 $STEPS --shape M3 --warm-up 5 --steps 100 --modes "${OURS[@]}" "${PEERS[@]}"
 $STEPS --shape M1 --warm-up 5 --steps 100 --modes "${OURS[@]}"
-for round in 1 2; do $STEPS --shape M2 --warm-up 3 --steps 51 --modes "${OURS[@]}"; done
+for _ in 1 2; do $STEPS --shape M2 --warm-up 3 --steps 51 --modes "${OURS[@]}"; done
 
 # One layer
 python benchmarks/gpu_experts.py --shape M1 M2 M3 --profile

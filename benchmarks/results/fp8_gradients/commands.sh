@@ -1,3 +1,4 @@
+#!/usr/bin/env bash
 # The commands of the page, by its sections.
 
 # FP8 gradients, FP8-LM's levels and saved activations

@@ -1,3 +1,4 @@
+#!/usr/bin/env bash
 # The commands of the page, by its sections.
 
 # Two and four GPUs of one host

@@ -1,3 +1,4 @@
+#!/usr/bin/env bash
 # The commands of the page, by its sections.
 
 # Planted faults, the guard and known-bad controls

@@ -1,3 +1,4 @@
+#!/usr/bin/env bash
 # The commands of the page, by its sections.
 
 # Speed of dense models on one GPU

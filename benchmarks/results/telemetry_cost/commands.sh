@@ -1,3 +1,4 @@
+#!/usr/bin/env bash
 # The commands of the page.
 
 python benchmarks/telemetry_overhead.py --recipe delayed --fp8-what-if blockwise,mxfp8,nvfp4 --num-layers 8 \
