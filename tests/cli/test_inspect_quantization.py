@@ -113,7 +113,7 @@ def test_values_of_a_checkpoint_equal_the_saved_ones(folder) -> None:
         (["normal:4x4", "--parameter", "x", "--ckpt-step", "3"], 64, "--parameter has no effect"),
         (["normal:4x4", "--delayed-amax-ratio", "0.5"], 64, "without --recipes delayed"),
         (["normal:4x4", "--delayed-amax-ratio", "0", "--recipes", "delayed"], 64, "must be above 0"),
-        (["normal:4x4", "--recipes", "nvfp5"], 2, "invalid choice"),
+        (["normal:4x4", "--recipes", "nvfp5"], 64, "invalid choice"),
     ],
 )
 def test_bad_input_is_reported_without_a_traceback(

@@ -83,7 +83,7 @@ def test_a_run_that_fails_is_reported_and_resumed(finished, capsys, monkeypatch)
     [
         (("--precisions", "fp32,fp32"), FLAGS, "each once"),
         (("--precisions", ""), FLAGS, "at least one name"),
-        (("--precisions", "fp6"), FLAGS, "--precisions fp6: unknown; choose from fp32, fp16"),
+        (("--precisions", "fp6"), FLAGS, "--precisions fp6: unknown; did you mean fp16?"),
         (("--search-batch", "-1"), FLAGS, "--search-batch -1: must be at least 1"),
         ((), [*FLAGS, "--bf16"], "set by --precisions"),
         ((), [*FLAGS, "--fp8-recipe", "mxfp8", "--fp8-format", "e4m3"], "--fp8-recipe in the flags of all runs"),
