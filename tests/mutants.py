@@ -314,11 +314,11 @@ class TimedTest:
     @property
     def set(self) -> str:
         """`first`: the first set; `others`: what `tests/run.sh --all` adds; `more`: what `--all-cases` adds to that."""
+        if self.name in more_cases():
+            return "more"
         taken, left_out = first_set()
         is_taken = self.module in taken or any(self.module.startswith(f"{path}/") for path in taken)
-        if is_taken and self.module not in left_out:
-            return "first"
-        return "more" if self.name in more_cases() else "others"
+        return "first" if is_taken and self.module not in left_out else "others"
 
 
 @functools.lru_cache
