@@ -78,14 +78,14 @@ echo "tests with megatron-core $version, $("$PYTHON" --version):"
 # Left out for their time, in seconds on a busy machine; they passed when they were run by hand: tests/faults (more than
 # 300), of tests/parity test_resharding.py (50) and test_fp8_layouts.py (60), of tests/distributed test_quantizer_state.py
 # (40) and test_fp8_param_gather.py (45). both_engines.py has checkpoints of FSDP2. The second model's layouts take
-# another 20.
+# another 20. With --all-cases also the models, which take 100.
 tests=(
-  tests/unit/mcore tests/unit/models tests/unit/data/test_gpt_dataset.py tests/unit/config/test_batch_schedule.py
+  tests/unit/mcore tests/unit/data/test_gpt_dataset.py tests/unit/config/test_batch_schedule.py
   tests/unit/optimizer/test_schedules.py tests/unit/optimizer/test_gradient_checks.py
   tests/unit/checkpoint/test_serialization.py tests/unit/checkpoint/test_serialization_enums.py
   tests/unit/checkpoint/test_fingerprint.py tests/unit/checkpoint/test_standalone_tensors.py
   tests/unit/checkpoint/test_compatibility_strictness.py
-  tests/unit/checkpoint/convert/test_against_transformers.py tests/unit/checkpoint/convert/test_megatron_folder.py
+  tests/unit/checkpoint/convert/test_megatron_folder.py
   tests/parity/test_layouts.py "--deselect=tests/parity/test_layouts.py::test_layout_follows_one_rank[gpt2"
   tests/parity/test_earlier_version.py
   # A resume in the layout of the save is in both_engines.py, with the losses and weights of the unbroken run.
@@ -99,6 +99,7 @@ tests=(
   "tests/distributed/test_flex_dispatcher.py::test_a_run_follows_that_of_alltoall[deepep-ep2-tp2]"
   tests/distributed/test_megatron_checkpoints.py::test_an_import_and_its_export_have_the_same_tensors
 )
+case " $* ${more:-} " in *" --all-cases "*) tests+=(tests/unit/models tests/unit/checkpoint/convert/test_against_transformers.py) ;; esac
 "$PYTHON" -m pytest -p no:cacheprovider "$@" "${tests[@]}" &
 trap 'kill "$!"' INT TERM
 status=0

@@ -116,9 +116,7 @@ def test_the_type_of_the_tokenizer_may_be_given(folder) -> None:
 def test_a_folder_without_a_checkpoint_is_status_74(tmp_path) -> None:
     result = generate("--load", tmp_path / "absent")
     assert result.returncode == 74
-    assert result.stderr == (
-        f"generate: --load {tmp_path / 'absent'} holds no checkpoint; give the folder that a run had as --save\n"
-    )
+    assert result.stderr == f"generate: --load {tmp_path / 'absent'} does not exist\n"
 
 
 def test_all_wrong_flags_are_named_with_status_64(folder, tmp_path) -> None:
