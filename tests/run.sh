@@ -9,6 +9,7 @@ cd "$(dirname "$0")/.."
 what=${1:---first}
 more=${*:2} # options of pytest
 export more
+unset ignored # of a run.sh that tests this one
 adds="ruff, mypy, layouts and faults on several ranks, all commands and pages, the second version of megatron-core"
 case $what in
   --first) echo "The first set of tests: about 8 minutes on two cores, 2 of them for the installation (1.5 GB in .venv)." ;;
