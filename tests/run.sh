@@ -96,10 +96,10 @@ left_out=$(tr ' ' '\n' <<< "${first[*]}" | sed -n 's/^--ignore=//p')
 mapfile -t computing < <(printf '%s\n' "${computing[@]}" | grep -vxF "$paths")
 half=$((${#computing[@]} / 2))
 parts=(
-  "0 tests/faults" "10 tests/other_engine.sh" "0 tests/cli --ignore-glob=tests/cli/test_[i-z]*" "10 tests/parity"
-  "10 ${computing[*]:0:half}" "10 ${computing[*]:half}" "0 tests/distributed ${computing[*]/#/--ignore=}"
-  "0 tests/cli --ignore-glob=tests/cli/test_[a-h]*" "10 tests/unit tests/conformance tests/policy ${left_out//$'\n'/ }" "10 lint"
-  "0 tests/command_lines tests/frozen tests/gpu tests/test_*.py"
+  "0 tests/faults" "10 tests/other_engine.sh" "10 tests/unit tests/conformance tests/policy ${left_out//$'\n'/ }"
+  "0 tests/cli --ignore-glob=tests/cli/test_[i-z]*" "10 ${computing[*]:half}" "0 tests/cli --ignore-glob=tests/cli/test_[a-h]*"
+  "10 ${computing[*]:0:half}" "0 tests/distributed ${computing[*]/#/--ignore=}" "10 tests/parity"
+  "0 tests/command_lines tests/frozen tests/gpu tests/test_*.py" "10 lint"
 )
 ignored=${paths//tests\//--ignore=tests/} # in folders: pytest collects what is named itself
 export ignored
