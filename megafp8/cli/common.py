@@ -173,9 +173,3 @@ def install_patches() -> None:
     from megafp8.mcore import cpu_patches
 
     cpu_patches.install()
-
-
-def training_command(words: Sequence[str], ranks: int) -> tuple[str, ...]:
-    """The command of one run on this machine."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)) if ranks > 1 else ()
-    return (sys.executable, *launcher, str(TRAINING_SCRIPT), *words)

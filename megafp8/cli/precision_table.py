@@ -17,11 +17,11 @@ import shlex
 from collections.abc import Sequence
 
 from megafp8.cli.command_flags import add_flags, argument, float_flag, int_flag, path_flag, switch
-from megafp8.cli.common import build_command_parser, returns_exit_status, stderr_log, training_command
+from megafp8.cli.common import TRAINING_SCRIPT, build_command_parser, returns_exit_status, stderr_log
 from megafp8.config import variants
 from megafp8.errors import INTERNAL, PREEMPTED, ConfigError
 from megafp8.launch.compared_runs import discard_partial_checkpoints, run_problems
-from megafp8.launch.process_pool import OUTPUT_FILE, PooledRun, ProcessPool, RunOutcome
+from megafp8.launch.process_pool import OUTPUT_FILE, PooledRun, ProcessPool, RunOutcome, training_command
 from megafp8.recipes import registry
 from megafp8.resilience.run_state import finished_state
 from megafp8.utils.files import atomic_write_json, atomic_write_text
@@ -98,7 +98,7 @@ def plan_runs(options: argparse.Namespace, names: Sequence[str]) -> list[PooledR
             words = [*options.flags, *own, *more, "--save", str(folder), "--load", str(folder)]
             trained = folder if part == TRAINING else None  # a search records the size that it found
             problems += [f"{name}, {part}: {text}" for text in run_problems(words, ranks, trained)]
-            command = training_command(words, ranks)
+            command = training_command(TRAINING_SCRIPT, ranks, words)
             runs.append(PooledRun(name=f"{name}/{part}", command=command, folder=folder, gpus=ranks))
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))

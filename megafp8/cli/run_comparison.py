@@ -31,7 +31,7 @@ from typing import Optional
 
 from megafp8.cli import built_in_data
 from megafp8.cli.command_flags import add_flags, argument, float_flag, int_flag, path_flag, switch
-from megafp8.cli.common import build_command_parser, returns_exit_status, training_command
+from megafp8.cli.common import TRAINING_SCRIPT, build_command_parser, returns_exit_status
 from megafp8.config import flags, iterations, rules, variants
 from megafp8.config.schema import RunConfig
 from megafp8.errors import INTERNAL, PREEMPTED, ConfigError, Megafp8Error
@@ -43,7 +43,7 @@ from megafp8.launch.built_in_sizes import (
     shared_micro_batch_size,
 )
 from megafp8.launch.compared_runs import discard_partial_checkpoints, run_problems
-from megafp8.launch.process_pool import OUTPUT_FILE, PooledRun, ProcessPool, RunOutcome
+from megafp8.launch.process_pool import OUTPUT_FILE, PooledRun, ProcessPool, RunOutcome, training_command
 from megafp8.resilience.run_state import current_state, finished_state
 from megafp8.utils.best_effort import best_effort
 
@@ -155,7 +155,7 @@ def plan_runs(options: argparse.Namespace, device_flags: Sequence[str]) -> tuple
             own = (*variant.flags, "--seed", str(seed), "--save", str(folder), "--load", str(folder))
             words = [*device_flags, *options.flags, *own]
             problems += [f"{variant.name}: {text}" for text in run_problems(words, ranks, folder, checked)]
-            command = training_command(words, ranks)
+            command = training_command(TRAINING_SCRIPT, ranks, words)
             runs.append(PooledRun(name=f"{variant.name}/seed{seed}", command=command, folder=folder, gpus=ranks))
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))

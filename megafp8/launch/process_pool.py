@@ -10,6 +10,7 @@ import functools
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,12 @@ from megafp8.utils.process import STOP_SIGNALS, handled_stop_signals, set_parent
 OUTPUT_FILE = "output.log"
 POLL_S = 0.3
 TAIL_LINES = 15
+
+
+def training_command(script: Path, ranks: int, flags: Sequence[str]) -> tuple[str, ...]:
+    """The command that trains on so many ranks of this machine."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)) if ranks > 1 else ()
+    return (sys.executable, *launcher, str(script), *flags)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from megafp8.device.gpus import Gpu
 from megafp8.errors import INTERNAL, PREEMPTED, ConfigError, RunFolderInUse
 from megafp8.launch import slurm
 from megafp8.launch.job import Job, build_job, check_job
-from megafp8.launch.process_pool import OUTPUT_FILE, PooledRun, ProcessPool, RunOutcome
+from megafp8.launch.process_pool import OUTPUT_FILE, PooledRun, ProcessPool, RunOutcome, training_command
 from megafp8.launch.study import Study, StudyRun, labels_text
 from megafp8.planning.planned_run import PlannedRun
 from megafp8.planning.step_time import step_time
@@ -139,10 +138,7 @@ def queued_ids(folder: Path) -> set[str]:
 
 def train_command(run: StudyRun, script: Path) -> list[str]:
     """The command that trains a run on this machine."""
-    python = [sys.executable]
-    if run.world_size > 1:
-        python += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.world_size)]
-    return [*python, str(script), *run.flags]
+    return [*training_command(script, run.world_size, run.flags)]
 
 
 def visible_gpus() -> tuple[str, ...]:

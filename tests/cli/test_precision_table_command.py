@@ -13,7 +13,7 @@ import pytest
 from forked_python import forked_python
 
 from megafp8.analysis.precision_rows import PrecisionRow, cells_of, table_markdown
-from megafp8.cli import common, precision_table
+from megafp8.cli import precision_table
 from megafp8.recipes import registry
 
 TOOL = Path(__file__).resolve().parents[2] / "tools/precision_table.py"
@@ -69,7 +69,7 @@ def test_a_run_that_fails_is_reported_and_resumed(finished, capsys, monkeypatch)
     folder, _ = finished
     for path in (folder / "nvfp4/training").glob("*state*"):
         path.unlink()
-    monkeypatch.setattr(common, "TRAINING_SCRIPT", Path("no such script"))
+    monkeypatch.setattr(precision_table, "TRAINING_SCRIPT", Path("no such script"))
     assert precision_table.main(["--output-dir", str(folder), *OPTIONS, "--", *FLAGS]) == 70
     output = capsys.readouterr()
     assert "3 of 4 runs are done already" in output.err
