@@ -20,7 +20,7 @@ from megafp8.cli.command_flags import add_flags, argument, float_flag, int_flag,
 from megafp8.cli.common import TRAINING_SCRIPT, build_command_parser, returns_exit_status, stderr_log
 from megafp8.config import variants
 from megafp8.errors import INTERNAL, PREEMPTED, ConfigError
-from megafp8.launch.compared_runs import discard_partial_checkpoints, run_problems
+from megafp8.launch.compared_runs import discard_partial_checkpoints, run_problems, visible_devices
 from megafp8.launch.process_pool import OUTPUT_FILE, PooledRun, ProcessPool, RunOutcome, training_command
 from megafp8.recipes import registry
 from megafp8.resilience.run_state import finished_state
@@ -125,7 +125,7 @@ def run_all(runs: Sequence[PooledRun]) -> tuple[list[RunOutcome], bool]:
     num_gpus, needed = count_gpus(), max((run.gpus for run in runs), default=0)
     if 0 < num_gpus < needed:
         raise ConfigError(f"--nproc-per-node {needed}: this machine has {num_gpus} GPUs")
-    gpus = [str(index) for index in range(min(needed, num_gpus))]
+    gpus = visible_devices(num_gpus)[:needed] if num_gpus else []
     pool = ProcessPool(1, gpus, on_start=lambda run, _: log(f"{run.name}: started"), on_end=ended)
     return pool.run(waiting), pool.is_stopping
 

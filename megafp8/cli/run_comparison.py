@@ -42,7 +42,7 @@ from megafp8.launch.built_in_sizes import (
     names_model,
     shared_micro_batch_size,
 )
-from megafp8.launch.compared_runs import discard_partial_checkpoints, run_problems
+from megafp8.launch.compared_runs import discard_partial_checkpoints, run_problems, visible_devices
 from megafp8.launch.process_pool import OUTPUT_FILE, PooledRun, ProcessPool, RunOutcome, training_command
 from megafp8.resilience.run_state import current_state, finished_state
 from megafp8.utils.best_effort import best_effort
@@ -192,9 +192,7 @@ def share_devices(parallel: int, ranks: int, num_gpus: int) -> tuple[list[str], 
         raise ConfigError(
             f"--parallel {parallel} with --nproc-per-node {ranks} takes {parallel * ranks} GPUs; there are {num_gpus}"
         )
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = visible.split(",") if visible else [str(index) for index in range(num_gpus)]
-    return devices[: parallel * ranks], []
+    return visible_devices(num_gpus)[: parallel * ranks], []
 
 
 class Display:

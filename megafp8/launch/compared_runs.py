@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -36,6 +37,12 @@ def run_problems(
         return [f"{path} cannot be read: {error}: {suggestion}"]
     lines = variants.differences(before, with_recorded(parsed.config, before))
     return [f"{folder} holds a run with other settings ({'; '.join(lines)}): {suggestion}"] if lines else []
+
+
+def visible_devices(num_gpus: int) -> list[str]:
+    """Entries for CUDA_VISIBLE_DEVICES: those of this process, else all GPUs by number."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else [str(index) for index in range(num_gpus)]
 
 
 def discard_partial_checkpoints(run: PooledRun) -> None:
