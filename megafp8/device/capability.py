@@ -348,7 +348,8 @@ def has_te_recipe(chosen: LinearChoice) -> bool:
 
 
 def environment_warnings(precision: PrecisionConfig, implementation: LayerBackend) -> list[str]:
-    """Environment variables that change Transformer Engine's recipe from what the settings resolve to."""
+    """Environment variables that change Transformer Engine's recipe from what the settings resolve to, or that these
+    layers ignore."""
     if not implementation.needs_transformer_engine:
         # 0 is what megatron-core sets itself.
         ignored = [name for name in ATTENTION_SWITCHES.values() if os.environ.get(name, "0") != "0"]
