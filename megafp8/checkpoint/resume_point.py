@@ -92,8 +92,9 @@ def find_source(source: Path, step: Optional[int] = None, flag: str = "") -> Res
         return ResumePoint(read_manifest(source).step, source)
     found = choose_checkpoint(source, step=step)
     if found is None:
-        reason = foreign_content(source) or "holds no checkpoint; give the folder that a run had as --save"
-        if not source.exists():
+        if source.exists():
+            reason = foreign_content(source) or "holds no checkpoint; give the folder that a run had as --save"
+        else:
             siblings = [path.name for path in source.parent.iterdir()] if source.parent.is_dir() else []
             reason = f"does not exist{did_you_mean(source.name, siblings)}"
         raise CheckpointError(f"{flag}{source} {reason}")

@@ -27,7 +27,7 @@ def with_epochs(
     samples, problem = 0, ""
     if training.train_iters is not None or training.train_samples is not None:
         problem = f"{flag} and --train-iters or --train-samples are both given: keep one"
-    elif training.rampup_batch_size or training.step_batch_size_schedule:
+    elif iterations.has_batch_schedule(training):
         problem = f"{flag}: the batch size changes during the run; give --train-samples"
     else:
         try:

@@ -14,8 +14,6 @@ import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Optional
 
-import psutil
-
 from megafp8 import __version__
 from megafp8.config import derived, dimensions, iterations, mixture, model_shapes, multi_token, precision_map, topology
 from megafp8.config.activations import is_gated
@@ -179,8 +177,10 @@ def host_memory_verdict(
     config: RunConfig, implementation: LayerBackend, vocab_size: int, world_size: int
 ) -> MemoryVerdict:
     """Whether the ranks of a run fit into the memory of this machine, which trains on its CPU."""
+    from megafp8.device.platform import detect_platform
+
     estimates = estimate_stages(config, world_size, vocab_size, implementation=implementation)
-    needed, has = world_size * max(each.total_bytes for each in estimates), psutil.virtual_memory().total
+    needed, has = world_size * max(each.total_bytes for each in estimates), detect_platform().total_memory_bytes()
     if needed <= has:
         return MemoryVerdict(True, f"fits: {gib(needed)} of {gib(has)} GiB of this machine, estimated")
     fix = "reduce --micro-batch-size or --seq-length, take a smaller model, or give the GPUs: --target, --world-size"
@@ -194,15 +194,15 @@ def chosen_text(choices: Sequence[Choice]) -> str:
 
 def vocabulary_size(config: RunConfig) -> int:
     """The vocabulary size before padding. With `--vocab-size` the tokenizer need not be here: it may be elsewhere."""
-    is_given = config.model.vocab_size is not None and config.data.tokenizer_type != "NullTokenizer"
+    given = None if config.data.tokenizer_type == "NullTokenizer" else config.model.vocab_size
     try:
         tokenizer = build_tokenizer(config.data, config.model.vocab_size)
     except (CapabilityError, ConfigError, DataError) as error:
-        if is_given and config.model.vocab_size is not None:
-            return config.model.vocab_size
-        if not isinstance(error, DataError):
-            raise
-        raise DataError(f"{error}. A dry run for another machine does without it with --vocab-size") from error
+        if given is not None:
+            return given
+        if isinstance(error, DataError):
+            raise DataError(f"{error}. A dry run for another machine does without it with --vocab-size") from error
+        raise
     return dimensions.vocabulary_size(config, tokenizer.vocab_size)
 
 

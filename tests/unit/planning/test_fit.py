@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megafp8.config import flags
-from megafp8.planning import dry_run
+from megafp8.device import platform
 from megafp8.planning.dry_run import describe_run
 from megafp8.training.checks import check
 
@@ -69,6 +69,6 @@ def test_on_a_cpu_the_memory_is_that_of_the_machine(monkeypatch: pytest.MonkeyPa
     assert described.fits and re.search(
         r"^fits: [\d.]+ of [\d.]+ GiB of this machine, estimated$", described.text, re.M
     )
-    monkeypatch.setattr(dry_run.psutil, "virtual_memory", lambda: SimpleNamespace(total=2**20))
+    monkeypatch.setattr(platform.psutil, "virtual_memory", lambda: SimpleNamespace(total=2**20))
     described = describe_run(check(flags.parse(words.split()), []))
     assert not described.fits and "GiB, this machine has 0.00; reduce --micro-batch-size" in described.text
