@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any, Optional
 
 import torch
@@ -37,6 +36,7 @@ from megafp8.training.run import Run
 from megafp8.training.sampling import GREEDY
 from megafp8.training.signals import is_stop_requested
 from megafp8.training.step import StepResult
+from megafp8.utils.files import UnreadableFile, read_text
 
 
 class TextSamples(Extension):
@@ -84,10 +84,9 @@ def read_prompts(logging: LoggingConfig) -> tuple[str, ...]:
     lines: list[str] = []
     if logging.sample_prompts is not None:
         try:
-            lines = Path(logging.sample_prompts).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            text = f"--sample-prompts {logging.sample_prompts} cannot be read as UTF-8 text: {error}"
-            raise DataError(text) from error
+            lines = read_text(logging.sample_prompts).splitlines()
+        except UnreadableFile as error:
+            raise DataError(f"--sample-prompts {logging.sample_prompts} cannot be read: {error.reason}") from error
     prompts = [*logging.sample_prompt, *(line for line in lines if line.strip())]
     return tuple(dict.fromkeys(prompts or [""]))
 
