@@ -15,7 +15,7 @@ from megafp8.analysis.plot_comparison import UPRIGHT_GAP_LABEL, WIDTH_INCHES, ad
 from megafp8.analysis.plotting import COLORS as RECIPE_COLORS
 from megafp8.analysis.plotting import INK, PAGE_STYLE, new_figure, plot_style, use_si_prefixes
 from megafp8.analysis.scaling_laws import COMPUTE, PARAMETERS, X_OF
-from megafp8.analysis.scaling_report import ALT_TEXT, ScalingReport, analyse
+from megafp8.analysis.scaling_report import ScalingReport, analyse
 from megafp8.analysis.study_points import POINTS_FILE, load_points
 from megafp8.analysis.tables import to_csv
 
@@ -232,13 +232,13 @@ def publish_study(
     report = analyse(points, baseline=baseline)
     if output is None:
         return report, []
-    picture, figure, alt = PICTURE_FILE, None, ALT_TEXT
     if report.is_sweep:
-        picture, alt = SWEEP_PICTURE_FILE, sweeps.ALT_TEXT
-        figure = sweeps.plot_coordinates(report.cells, report.loss_name)
+        picture, figure = SWEEP_PICTURE_FILE, sweeps.plot_coordinates(report.cells, report.loss_name)
+    else:
+        picture, figure = PICTURE_FILE, plot_laws(report)
     contents = {
         "report.html": render_page(report), "report.md": scaling_report.to_markdown(report, picture),
-        picture: standalone_svg(to_svg(figure or plot_laws(report), alt)), "report.json": report.to_json(),
+        picture: standalone_svg(to_svg(figure, scaling_report.alt_text(report))), "report.json": report.to_json(),
         POINTS_FILE: points.to_json(),
     }  # fmt: skip
     if report.is_sweep:

@@ -136,6 +136,11 @@ def title(report: ScalingReport) -> str:
     return f"{'Sweep' if report.is_sweep else 'Scaling study'} {report.name}"
 
 
+def alt_text(report: ScalingReport) -> str:
+    """Of the figure in a file."""
+    return sweeps.ALT_TEXT if report.is_sweep else ALT_TEXT
+
+
 def disagreement_sentence(report: ScalingReport, agreement: SizeAgreement) -> str:
     """The range of gaps that differ by size, or that no test compares; they have no common gap."""
     gaps = [row.gap.value for row in report.gaps if row.recipe == agreement.recipe]
@@ -346,9 +351,7 @@ def to_markdown(report: ScalingReport, picture: str) -> str:
         escape_markdown(headline(report)),
         escape_markdown(conditions(report)),
     ]
-    parts += [f"- {escape_markdown(text)}" for text in warnings(report)] + [
-        f"![{sweeps.ALT_TEXT if report.is_sweep else ALT_TEXT}]({picture})"
-    ]
+    parts += [f"- {escape_markdown(text)}" for text in warnings(report)] + [f"![{alt_text(report)}]({picture})"]
     for table in tables(report):
         parts += [f"## {escape_markdown(table.title)}", table.to_markdown(), escape_markdown(table.note)]
     return "\n\n".join([*filter(None, parts), "## Method", method(report)]) + "\n"
