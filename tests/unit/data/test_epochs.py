@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
-from shard_writer import ShardWriter
+from shard_files import write_shard
 
 from megafp8.config import flags
 from megafp8.config.schema import RunConfig
 from megafp8.data.epochs import with_epochs
 
-TOKENS = 50
-
-
-def write_shard(prefix: Path, num_documents: int) -> str:
-    with ShardWriter(str(prefix), np.dtype(np.uint16)) as writer:
-        for _ in range(num_documents):
-            writer.add_documents(np.arange(TOKENS, dtype=np.uint16).tobytes(), np.array([TOKENS], np.int32))
-        writer.finish()
-    return str(prefix)
+DOCUMENT = range(50)
 
 
 def resolved(flag_text: str, num_epochs: float, ranks: int = 1) -> tuple[RunConfig, list[str], list[str]]:
@@ -31,7 +22,7 @@ def resolved(flag_text: str, num_epochs: float, ranks: int = 1) -> tuple[RunConf
 
 
 def test_an_epoch_is_the_training_part_of_all_shards(tmp_path: Path) -> None:
-    shards = [write_shard(tmp_path / name, 100) for name in "ab"]
+    shards = [write_shard(tmp_path / name, [DOCUMENT] * 100) for name in "ab"]
     common = "--seq-length 20 --micro-batch-size 2 --global-batch-size 8"
     config, (text,), problems = resolved(f"{common} --split 90,10,0 --data-path {' '.join(shards)}", 2)
     assert problems == [] and config.training.train_iters == 113  # 2 x 10,000 tokens x 0.9 / 20 / 8 = 112.5
@@ -51,7 +42,7 @@ def test_an_epoch_is_the_training_part_of_all_shards(tmp_path: Path) -> None:
     ],
 )
 def test_what_has_no_epochs_is_refused(tmp_path: Path, flag_text: str, reason: str) -> None:
-    shard = write_shard(tmp_path / "a", 10)
+    shard = write_shard(tmp_path / "a", [DOCUMENT] * 10)
     text = f"--seq-length 20 --micro-batch-size 2 {flag_text.format(a=shard)}"
     _, _, (problem,) = resolved(text, 1)
     assert problem.startswith("--num-epochs 1") and reason in problem
