@@ -270,12 +270,12 @@ def _nccl_buffers(config: RunConfig, target: Target, world_size: int) -> tuple[V
 
 
 def _cross_entropy(config: RunConfig, target: Target, world_size: int) -> tuple[Values, list[Choice]]:
-    """Transformer Engine's kernel reads and writes the logits once."""
+    """Transformer Engine's kernel reads and writes the logits once, in BF16 or FP32."""
     precision = config.precision
     fused, kernel = precision.cross_entropy_loss_fusion, precision.cross_entropy_fusion_impl
     choices = []
     if fused is None:
-        fused = _has_te_layers(config, target) and not precision.deterministic_mode
+        fused = _has_te_layers(config, target) and not (precision.deterministic_mode or precision.fp16)
         kernel = kernel or ("te" if fused else None)
         choices = (
             [Choice("--cross-entropy-loss-fusion", str(kernel), "Transformer Engine's layers", is_detail=True)]

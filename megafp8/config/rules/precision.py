@@ -140,11 +140,15 @@ def gradient_reduction_has_one_format(config: RunConfig, world_size: int) -> Ite
 
 
 def loss_fusion_is_on_for_its_implementation(config: RunConfig, world_size: int) -> Iterator[str]:
-    """--cross-entropy-fusion-impl selects a fused loss, which must be on."""
+    """--cross-entropy-fusion-impl selects a fused loss, which must be on and take the logits' dtype."""
     precision = config.precision
-    if precision.cross_entropy_fusion_impl == "te" and precision.cross_entropy_loss_fusion is False:
-        flag = f"--cross-entropy-fusion-impl {precision.cross_entropy_fusion_impl}"
+    if precision.cross_entropy_fusion_impl != "te":
+        return
+    flag = "--cross-entropy-fusion-impl te"
+    if precision.cross_entropy_loss_fusion is False:
         yield no_effect_without(flag, "--cross-entropy-loss-fusion")
+    elif precision.fp16:
+        yield f"{flag} with --fp16: the kernel takes logits in BF16 or FP32; use --cross-entropy-fusion-impl native"
 
 
 def split_rope_needs_whole_rotations(config: RunConfig, world_size: int) -> Iterator[str]:

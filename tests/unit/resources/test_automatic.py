@@ -87,6 +87,15 @@ def test_a_cpu_keeps_its_settings() -> None:
     assert values == (False, False) and config.precision.cross_entropy_fusion_impl == "native"
 
 
+def test_fp16_has_no_kernel_for_bf16_logits() -> None:
+    """Transformer Engine's loss takes logits in BF16 or FP32."""
+    fp16 = f"{MODEL} --fp16 --target h200 --world-size 1".replace("--bf16 ", "").split()
+    config = check(*flags.parse_with_problems(fp16)).invocation.config
+    assert config.precision.cross_entropy_loss_fusion is False
+    with pytest.raises(ConfigError, match="te with --fp16: the kernel takes logits in BF16 or FP32"):
+        check(*flags.parse_with_problems([*fp16, "--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te"]))
+
+
 @pytest.mark.parametrize(
     ("flag", "field"),
     [
