@@ -4,9 +4,10 @@
     python benchmarks/gpu_attention.py -- --model-preset llama3-8b --seq-length 8192 --micro-batch-size 1
 
 After `--` come flags of `pretrain_gpt.py`; `--shapes` are those of `gpu_train.py`. `fused` is cuDNN through Transformer
-Engine, `flash` the flash-attn package, `unfused` Transformer Engine's own, `sdpa` torch's; the FP8 ones are cuDNN's on
-codes, casts included (in training `--fp8-dot-product-attention`, under delayed scaling). What really ran is in the
-table; a backend that is not there, or that Transformer Engine would not take, is named with the reason.
+Engine, `flash` the flash-attn package, `unfused` Transformer Engine's own, `sdpa` torch's choice, `sdpa flash` torch's
+FlashAttention 2, `plain` two products and a softmax in torch; the FP8 ones are cuDNN's on codes, casts included (in
+training `--fp8-dot-product-attention`, under delayed scaling). What really ran is in the table; a backend that is not
+there, or that Transformer Engine would not take, is named with the reason.
 
 Times are of the GPU, by events, medians of rounds; the L2 cache is flushed before each. TFLOP/s are the model's: causal
 attention counted by half, backward twice forward. The peak is what one call, forward and backward, allocates beyond its
@@ -22,6 +23,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
@@ -30,17 +32,19 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import timing
 from benchmarks.gpu_gemm import FLUSHED_BYTES, Model, model_of, parse_models
 from megafp8.config import dimensions
 from megafp8.device.gpus import GPUS, find_gpu
 
-SDPA = "sdpa"
+SDPA, SDPA_FLASH, PLAIN = "sdpa", "sdpa flash", "plain"
+OF_TORCH = (PLAIN, SDPA, SDPA_FLASH)
 # The variables by which Transformer Engine is told what it may take, as megatron-core sets them.
 SWITCHES = {"fused": "NVTE_FUSED_ATTN", "flash": "NVTE_FLASH_ATTN", "unfused": "NVTE_UNFUSED_ATTN"}
 FP8_RECIPES = {"fused FP8 delayed": "DelayedScaling", "fused FP8 tensorwise": "Float8CurrentScaling"}
-BACKENDS = (*SWITCHES, SDPA, *FP8_RECIPES)
+BACKENDS = (*SWITCHES, *OF_TORCH, *FP8_RECIPES)
 BUSY_CYCLES = 1_000_000
 
 
@@ -156,14 +160,26 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return output.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
 
 
+def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The same, with all scores in memory, the softmax in FP32."""
+    repeats = query.shape[2] // key.shape[2]
+    key, value = (x.repeat_interleave(repeats, 2) for x in (key, value))
+    query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+    hidden = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).triu(1)
+    scores = (query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5).masked_fill(hidden, float("-inf"))
+    output = scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+    return output.permute(2, 0, 1, 3).reshape(query.shape[2], query.shape[0], -1)
+
+
 def attention_of(shape: Shape, backend: str) -> tuple[Callable[..., Tensor], Callable[[], AbstractContextManager[Any]]]:
     """A backend's function of queries, keys and values, and the context to call it in.
 
     Raises:
         NotHere: Transformer Engine is not installed.
     """
-    if backend == SDPA:
-        return sdpa, nullcontext
+    if backend in OF_TORCH:
+        only_flash = partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION)
+        return (plain if backend == PLAIN else sdpa), (only_flash if backend == SDPA_FLASH else nullcontext)
     try:
         import transformer_engine.common.recipe as recipes
         import transformer_engine.pytorch as te
@@ -185,7 +201,7 @@ def attention_of(shape: Shape, backend: str) -> tuple[Callable[..., Tensor], Cal
 
 def selected(backend: str) -> str:
     """What Transformer Engine chose."""
-    if backend == SDPA:
+    if backend in OF_TORCH:
         return "torch"
     from megafp8.te.layers import selected_attention_backend
 
@@ -218,7 +234,7 @@ def measure(shape: Shape, backend: str, inputs: Inputs, rounds: int) -> Row:
     try:
         once()
         ran = selected(backend)
-        if not ran.startswith(backend.split()[0]) and backend != SDPA:
+        if not ran.startswith(backend.split()[0]) and backend not in OF_TORCH:
             raise NotHere(f"Transformer Engine takes {ran} instead")
         error = relative_error(forward().detach()[:, :1], inputs.expected())
         torch.cuda.synchronize()

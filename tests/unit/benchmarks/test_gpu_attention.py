@@ -56,3 +56,9 @@ def test_models_are_shapes_and_flags(parse) -> None:
     assert model_of("A", options.models["A"], GPUS["h200"]).run.config.model.hidden_size
     with pytest.raises(SystemExit):
         parse([])
+
+
+def test_plain_attention_is_torchs() -> None:
+    inputs = Inputs(SMALL, torch.device("cpu"))
+    plain = gpu_attention.plain(inputs.query, inputs.key, inputs.value)
+    torch.testing.assert_close(plain, gpu_attention.sdpa(inputs.query, inputs.key, inputs.value), atol=2e-2, rtol=2e-2)
