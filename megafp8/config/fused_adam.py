@@ -19,7 +19,11 @@ def fused_adam_problem(config: RunConfig) -> Optional[str]:
             not config.parallel.use_distributed_optimizer and not config.parallel.use_torch_fsdp2,
             "no --use-distributed-optimizer",
         ),
-        (has_expert_ranks(config), expert_ranks_flag(config)),
+        # A gradient of experts on another tensor-parallel rank would count as a copy in the norm.
+        (
+            has_expert_ranks(config) and config.parallel.tensor_model_parallel_size > 1,
+            f"--tensor-model-parallel-size with {expert_ranks_flag(config)}",
+        ),
         (precision.fp16, "--fp16"),
         (settings.loss_scale is not None, f"--loss-scale {settings.loss_scale}"),
         (settings.main_params_dtype != "fp32", f"--main-params-dtype {settings.main_params_dtype}"),

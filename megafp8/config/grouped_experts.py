@@ -97,10 +97,22 @@ def layout_problems(config: RunConfig) -> Iterator[str]:
         yield "expert tensor-parallel ranks: give --expert-tensor-parallel-size 1"
     if not has_expert_ranks:
         return
-    if (dispatcher := mixture.token_dispatcher(config)) != "alltoall":
+    if (dispatcher := mixture.token_dispatcher(config)) not in ("alltoall", mixture.PEER):
         yield f"--moe-token-dispatcher-type {dispatcher} with expert-parallel ranks"
     if parallel.moe_shared_expert_overlap:
         yield "--moe-shared-expert-overlap with expert-parallel ranks"
+
+
+def peer_problems(config: RunConfig) -> Iterator[str]:
+    """Settings that exclude the exchange through the memory of other GPUs."""
+    parallel = config.parallel
+    if parallel.expert_model_parallel_size == 1:
+        yield "no --expert-model-parallel-size of 2 or more"
+    if parallel.tensor_model_parallel_size > 1:
+        yield f"--tensor-model-parallel-size {parallel.tensor_model_parallel_size}"
+    if parallel.moe_dispatch_in_fp8:
+        yield "--moe-dispatch-in-fp8"
+    yield from grouped_expert_problems(config)
 
 
 def expert_choices(config: RunConfig) -> set[LinearChoice]:

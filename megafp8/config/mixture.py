@@ -10,6 +10,10 @@ from megafp8.config.schema import ModelConfig, ParallelConfig, RunConfig
 from megafp8.errors import ConfigError
 
 __all__ = ["expert_layers", "has_capacity", "is_mixture", "layer_frequency", "num_expert_layers"]
+PEER = "peer"
+"""The dispatcher that writes tokens into the memory of the GPUs of their experts."""
+PEER_ROOM = 1.25
+"""Rows of a rank's experts in a CUDA graph with `PEER`, for each row that the largest load before it needed."""
 AUXILIARY_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
@@ -63,10 +67,10 @@ def expert_ranks_flag(config: RunConfig) -> str:
 
 
 def token_dispatcher(config: RunConfig) -> str:
-    """The exchange of tokens: `allgather`, `alltoall` or `flex`.
+    """The exchange of tokens: `allgather`, `alltoall`, `flex` or `peer`.
 
-    `auto` is `alltoall` where ranks exchange tokens, of which it sends only what an expert needs, and for settings that
-    megatron-core has with `alltoall` only.
+    `auto`, before `peer` was chosen for the GPUs of the run, is `alltoall` where ranks exchange tokens, of which it sends
+    only what an expert needs, and for settings that megatron-core has with `alltoall` only.
     """
     model, parallel = config.model, config.parallel
     if parallel.moe_token_dispatcher_type != "auto":

@@ -3,12 +3,13 @@
 Each token has a row for each of its experts. The rows of an expert are consecutive, in the order of the tokens, and
 padded with empty rows to a multiple of `ALIGNMENT`. Their number is known on the device only: the buffer has as many
 rows as the worst case needs, and what lies behind the last expert's rows is never read. So the host waits for nothing,
-and a CUDA graph can hold the step.
+and a CUDA graph can hold the step. Where tokens come from other ranks the worst case is too large, and `Room` says how
+many rows there are.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Optional, Protocol
 
 import torch
 from torch import Tensor
@@ -36,18 +37,31 @@ class RoutedRows(NamedTuple):
     expert_of_block: Tensor
 
 
+class Room(Protocol):
+    """Decides on a number of rows."""
+
+    def num_rows(self, needed: Tensor, worst: int) -> int:
+        """A multiple of `TILE`; rows that exceed it are left out.
+
+        Args:
+            needed: int32 [1], on the device.
+            worst: which always suffice.
+        """
+
+
 def num_rows(num_tokens: int, num_experts: int, top_k: int) -> int:
     """Rows for the worst case, in complete tiles."""
     largest = num_tokens * top_k + num_experts * (ALIGNMENT - 1)
     return round_up(largest, TILE)
 
 
-def route(routing_map: Tensor, top_k: int) -> RoutedRows:
+def route(routing_map: Tensor, top_k: int, room: Optional[Room] = None) -> RoutedRows:
     """Assign rows.
 
     Args:
         routing_map: bool [T, E], which experts each token has.
         top_k: K; a token with more than K experts loses the last ones.
+        room: None: for the worst case.
     """
     num_tokens, num_experts = routing_map.shape
     rows, device = num_rows(num_tokens, num_experts, top_k), routing_map.device
@@ -58,7 +72,11 @@ def route(routing_map: Tensor, top_k: int) -> RoutedRows:
     padded = (rank[-1] + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
     ends = padded.cumsum(0, dtype=torch.int32)
     # `rank` counts from 1. Experts that a token does not have get the row after all others, which sorts last.
-    row = torch.where(routing_map, rank + (ends - padded - 1), rows)
+    row = rank + (ends - padded - 1)
+    if room is not None:
+        rows = room.num_rows(ends[-1:], rows)
+        row, ends = row.clamp(max=rows), ends.clamp(max=rows)
+    row = torch.where(routing_map, row, rows)
     # An expert's rows lie behind those of the experts before it: ascending rows are ascending experts.
     of_token = row.topk(top_k, dim=1, largest=False, sorted=True).values
     tokens = torch.arange(num_tokens, dtype=torch.int32, device=device)[:, None].expand(-1, top_k)

@@ -4,8 +4,9 @@ The weights of all experts of a layer are two tensors with a dimension of expert
 and shapes of megatron-core's other experts. On one rank tokens stay where they are: there is no dispatcher, and no
 number of tokens is read by the host, so that a step is one CUDA graph.
 
-With expert-parallel ranks megatron-core's dispatcher exchanges the tokens (`ExchangedExperts`). The all-to-all takes
-its sizes from the host, which waits for them once a layer; the GEMMs take theirs from the device.
+With expert-parallel ranks whose GPUs reach each other's memory tokens are written to their experts (`PeerMoELayer`),
+and a step is a CUDA graph, too. Otherwise megatron-core's dispatcher exchanges them (`ExchangedExperts`). Its
+all-to-all takes its sizes from the host, which waits for them once a layer; the GEMMs take theirs from the device.
 
 Under delayed scaling the experts of a layer have a history and a scale for each expert's input, weight and output
 gradient, in one state for each of the two linears. They are reduced and updated as those of emulated linears, and have
@@ -27,8 +28,9 @@ from torch import Tensor
 
 from megafp8.config.precision_map import EXPERTS
 from megafp8.kernels.expert_scales import CurrentScale, CurrentScales
-from megafp8.kernels.routed_rows import route
+from megafp8.kernels.routed_rows import Room, route
 from megafp8.mcore.process_groups import amax_reduction_group
+from megafp8.models.peer_exchange import Exchange, exchange_of, from_experts, to_experts
 from megafp8.quantization.delayed_scaling import AmaxExchange, DelayedScale, DelayedScales, DelayedState
 from megafp8.quantization.prequantized import PrequantizedScale
 from megafp8.recipes.base import Gemm, LinearRecipe, Operand, OperandRule
@@ -97,12 +99,13 @@ class GroupedExperts(MegatronModule):
         routing_map: Tensor,
         topk: int,
         prequantized: Optional[PrequantizedScale] = None,
+        room: Optional[Room] = None,
     ) -> Tensor:
-        """The same of tokens [T, H]; `prequantized` is as for `grouped_experts.experts`."""
+        """The same of tokens [T, H]; `prequantized` is as for `grouped_experts.experts`, `room` as for `route`."""
         from megafp8.models.grouped_experts import ExpertScales, experts  # needs Triton
 
         # Assigned once, for all kernels of both passes.
-        rows = route(routing_map, topk)
+        rows = route(routing_map, topk, room)
         # Only passes with gradients count: evaluation is left out.
         if self.load is not None and torch.is_grad_enabled():
             self.load.add_rows(rows.ends[-1])
@@ -305,3 +308,20 @@ class GroupedMoELayer(MoELayer):
     def postprocess(self, output: Tensor, shared_expert_output: Optional[Tensor]) -> Tensor:
         """Add the output of the shared experts."""
         return output if shared_expert_output is None else output + shared_expert_output
+
+
+class PeerMoELayer(GroupedMoELayer):
+    """The same with expert-parallel ranks, which write tokens into each other's memory (`peer_exchange.py`)."""
+
+    def routed_experts_compute(self, hidden_states: Tensor, probs: Routing) -> tuple[Tensor, None]:
+        """The output of the experts of all ranks [S, B, H], and no bias."""
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        arrived = to_experts(self.exchange, tokens, *probs)
+        top_k = min(self.config.moe_router_topk, self.num_local_experts)
+        sums = self.experts.compute(arrived.rows, arrived.probs, arrived.routing_map, top_k, room=self.exchange.room)
+        return from_experts(self.exchange, sums, arrived).view_as(hidden_states), None
+
+    @property
+    def exchange(self) -> Exchange:
+        """That of all layers."""
+        return exchange_of(self.ep_group, self.num_local_experts)

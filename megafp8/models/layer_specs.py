@@ -41,6 +41,7 @@ from torch import Tensor
 
 from megafp8.config import attention_layers, derived, dimensions, latent_attention, precision_map
 from megafp8.config.grouped_experts import expert_choices, grouped_expert_problems
+from megafp8.config.mixture import PEER, token_dispatcher
 from megafp8.config.precision_map import EXPERTS, LINEARS, MLP_LINEARS, build_linear_recipe
 from megafp8.config.schema import ModelConfig, RunConfig
 from megafp8.config.stages import stage_layers
@@ -55,7 +56,7 @@ from megafp8.models.emulated_layers import (
     EmulatedRowParallelLinear,
 )
 from megafp8.models.experts import Linear, mixture_spec
-from megafp8.models.grouped_moe import ExchangedExperts, GroupedExperts, GroupedMoELayer
+from megafp8.models.grouped_moe import ExchangedExperts, GroupedExperts, GroupedMoELayer, PeerMoELayer
 from megafp8.models.router import Router
 from megafp8.quantization.delayed_scaling import AmaxExchange
 from megafp8.recipes.base import LinearRecipe
@@ -330,10 +331,11 @@ def grouped_mixture_spec(submodules: MoESubmodules, config: RunConfig) -> Module
     (choice,) = expert_choices(config)
     # One exchange for all layers that are built from the spec: on Transformer Engine those of a model chunk.
     arguments = {"recipe": build_linear_recipe(config.precision, choice), "exchange": AmaxExchange()}
-    has_ranks = config.parallel.expert_model_parallel_size > 1
-    submodules.experts = ModuleSpec(ExchangedExperts if has_ranks else GroupedExperts, arguments)
-    params = {"sends_codes": config.parallel.moe_dispatch_in_fp8} if has_ranks else {}
-    return ModuleSpec(DispatchingLayer if has_ranks else GroupedMoELayer, params, submodules)
+    if token_dispatcher(config) == "alltoall" and config.parallel.expert_model_parallel_size > 1:
+        submodules.experts = ModuleSpec(ExchangedExperts, arguments)
+        return ModuleSpec(DispatchingLayer, {"sends_codes": config.parallel.moe_dispatch_in_fp8}, submodules)
+    submodules.experts = ModuleSpec(GroupedExperts, arguments)
+    return ModuleSpec(PeerMoELayer if token_dispatcher(config) == PEER else GroupedMoELayer, {}, submodules)
 
 
 def torch_attention(config: RunConfig) -> ModuleSpec:

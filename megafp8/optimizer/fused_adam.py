@@ -157,10 +157,12 @@ class FusedAdamOptimizer(ChainedOptimizer):
             # the weight: a collective.
             if tables.has_fp8_weights:
                 quantize_param_shard(*part._get_fp8_params_and_shard_fp32_from_fp8(), part.data_parallel_group)
-            # With overlapped gathers the forward pass of the next step starts them.
-            if isinstance(part, DistributedOptimizer) and not part.ddp_config.overlap_param_gather:
-                for chunk in part.model_chunks:
-                    chunk.start_param_sync()
+        # With overlapped gathers the forward pass of the next step starts them. A chunk gathers the weights of all
+        # parts, those of experts included.
+        gathering = [part for part in self.parts() if isinstance(part, DistributedOptimizer)]
+        if gathering and not gathering[0].ddp_config.overlap_param_gather:
+            for chunk in gathering[0].model_chunks:
+                chunk.start_param_sync()
 
     def tables(self) -> TensorTables:
         """The tensor tables of the kernels, rebuilt after a state was loaded."""

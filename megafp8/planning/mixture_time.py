@@ -7,9 +7,9 @@
     permutation reads and writes of hidden states, in order of experts and back; twice with several expert-parallel
                 ranks, because rows arrive in the order of ranks
     exchange    alltoall: hidden states of every expert of a token to its rank and back; allgather: all tokens to all
-                ranks; flex: hidden states once to each rank that has one of a token's experts, or a part of it, if
-                the router selects at random. No computation hides it. Ranks of a node exchange by NVLink, others by one
-                network adapter each, both at once
+                ranks; flex and peer: hidden states once to each rank that has one of a token's experts, or a part
+                of it, if the router selects at random. No computation hides it. Ranks of a node exchange by NVLink,
+                others by one network adapter each, both at once
 
 Not counted: the router, the exchange of token counts, and a load that is not balanced.
 """
@@ -29,6 +29,8 @@ from megafp8.planning.planned_run import LinearGemm, PlannedRun, linear_gemms
 from megafp8.resources.mixture_memory import BYTES
 from megafp8.resources.recipe_shares import BF16
 
+ONCE_A_RANK = ("flex", mixture.PEER)
+"""Dispatchers that send a token once to each rank that has an expert of it."""
 TE_STREAMS = 4
 """Streams of Transformer Engine's grouped linear."""
 BF16_HOST_EXPERT_S, FP8_HOST_EXPERT_S = 0.15e-3, 0.29e-3
@@ -47,7 +49,8 @@ def rows_per_rank(config: RunConfig) -> int:
 
 
 def flex_rows(config: RunConfig) -> float:
-    """Rows that a rank sends to all ranks with the flex dispatcher, its own part included, for one microbatch."""
+    """Rows that a rank sends to all ranks, its own part included, for one microbatch, if each token is sent once to a
+    rank."""
     model, parallel = config.model, config.parallel
     assert model.num_experts is not None
     splits, elsewhere = mixture.expert_tensor_size(parallel), model.num_experts - mixture.experts_per_rank(config)
@@ -68,7 +71,7 @@ def exchanged_bytes(config: RunConfig) -> int:
     rows = rows_per_rank(config) // splits
     if mixture.token_dispatcher(config) == "allgather":
         sent: float = rows // model.moe_router_topk * (ranks * splits - 1)
-    elif mixture.token_dispatcher(config) == "flex":
+    elif mixture.token_dispatcher(config) in ONCE_A_RANK:
         sent = flex_rows(config) * (ranks * splits - 1) / (ranks * splits)
     else:
         sent = rows * (ranks - 1) // ranks
@@ -140,7 +143,12 @@ def experts_time(run: PlannedRun, recipe: str) -> ExpertsTime:
     for gemm in expert_gemms(run):
         seconds[gemm.kind] += experts_gemm_s(run, recipes[gemm.kind], gemm)
     num_tensors = 2 if is_one_launch(config) else 2 * local
-    num_sorts = 2 if config.parallel.expert_model_parallel_size > 1 and local > 1 else 1
+    has_ranks, is_peer = (
+        config.parallel.expert_model_parallel_size > 1,
+        mixture.token_dispatcher(config) == mixture.PEER,
+    )
+    is_sorted_twice = has_ranks and not is_peer
+    num_sorts = 2 if is_sorted_twice and local > 1 else 1
     permutation_s = run.memory_s(BF16_BYTES * hidden * num_sorts * (3 * rows + run.sharded_tokens))
     forward = LayerTime(
         fprop=seconds["fprop"],
@@ -167,7 +175,7 @@ def exchange_s(run: PlannedRun) -> float:
     if mixture.token_dispatcher(config) == "allgather":
         group = RankGroup(ranks * splits, 1)
         return 2 * ring_collective_s(run, group, row_bytes * run.sharded_tokens * group.size)
-    if mixture.token_dispatcher(config) == "flex":
+    if mixture.token_dispatcher(config) in ONCE_A_RANK:
         return 2 * all_to_all_s(run, RankGroup(ranks * splits, 1), row_bytes * flex_rows(config))
     rows = rows_per_rank(config)
     gather_s = ring_collective_s(run, RankGroup(splits, 1), row_bytes * rows)

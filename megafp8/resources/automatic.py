@@ -5,6 +5,7 @@
     --overlap-param-gather           the same
     registered NCCL buffers          with the latter (`device/nccl_buffers.py`)
     --cross-entropy-loss-fusion      Transformer Engine's kernel, with its layers
+    --moe-token-dispatcher-type      peer for expert-parallel ranks of one node, with experts in one launch
     --cuda-graph-impl                local where a step can be captured and memory allows it
     --cuda-graph-evaluation          on one GPU whose steps are a graph, without experts
     --moe-expert-kernels             all experts in one launch, with Transformer Engine's layers and these settings
@@ -36,8 +37,9 @@ from typing import Any, NamedTuple, Optional
 from megafp8.config import derived, dimensions, precision_map, rules, topology
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.fused_adam import fused_adam_problem
-from megafp8.config.grouped_experts import grouped_expert_problems
+from megafp8.config.grouped_experts import grouped_expert_problems, peer_problems
 from megafp8.config.layer_backends import LayerBackend
+from megafp8.config.mixture import PEER, token_dispatcher
 from megafp8.config.muon import has_flat_shards
 from megafp8.config.rules.cuda_graph import default_graph_problems, evaluation_graph_problems
 from megafp8.config.schema import RunConfig
@@ -109,8 +111,8 @@ def choose(
     performance = partial(_performance, saved_config=saved_config, given=given)
     made: list[Choice] = []
     for chooser in (
-        sharding, _accumulation, performance, _overlap, _nccl_buffers, _cross_entropy, _cuda_graph, _evaluation_graph,
-        _expert_kernels,
+        _dispatcher, sharding, _accumulation, performance, _overlap, _nccl_buffers, _cross_entropy, _cuda_graph,
+        _evaluation_graph, _expert_kernels,
     ):  # fmt: skip
         values, choices = chooser(config, target, world_size)
         config, made = with_values(config, values), made + choices
@@ -319,6 +321,25 @@ def _evaluation_graph(config: RunConfig, target: Target, world_size: int) -> tup
     return {name: True}, [
         Choice("--cuda-graph-evaluation", "on", "the steps are a CUDA graph on one GPU", is_detail=True)
     ]
+
+
+def _dispatcher(config: RunConfig, target: Target, world_size: int) -> tuple[Values, list[Choice]]:
+    """Through the memory of other GPUs, where the ranks that divide the experts have those of one node."""
+    ranks, name = config.parallel.expert_model_parallel_size, "moe_token_dispatcher_type"
+    is_given = config.parallel.moe_token_dispatcher_type != "auto"
+    if is_given or not is_mixture(config.model) or ranks == 1 or not _has_te_layers(config, target):
+        return {}, []
+    gpu = find_gpu(target.name)
+    node_size = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or (gpu.gpus_per_node if gpu else 0)
+    problems = itertools.chain(
+        ["a kind of GPU whose links are not known"] if gpu is None else [],
+        [f"{ranks} ranks on nodes of {node_size}"] if node_size % ranks else [],
+        peer_problems(config),
+    )
+    if problem := next(problems, None):
+        return {}, [Choice("--moe-token-dispatcher-type", token_dispatcher(config), problem)]
+    reason = "GPUs of a node write tokens into each other's memory"
+    return {f"parallel.{name}": PEER}, [Choice("--moe-token-dispatcher-type", PEER, reason)]
 
 
 def _expert_kernels(config: RunConfig, target: Target, world_size: int) -> tuple[Values, list[Choice]]:

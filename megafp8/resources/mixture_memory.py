@@ -97,7 +97,8 @@ def mlp_channels(config: RunConfig, tokens: int, residual: int) -> tuple[int, in
         return dense, 0
     assert model.num_layers is not None
     fraction = mixture.num_expert_layers(model) / model.num_layers
-    widths = model.moe_router_topk * mixture.moe_ffn_hidden_size(model)
+    room = mixture.PEER_ROOM if mixture.token_dispatcher(config) == mixture.PEER else 1.0
+    widths = room * model.moe_router_topk * mixture.moe_ffn_hidden_size(model)
     widths += model.moe_shared_expert_intermediate_size or 0
     elements = (1 - fraction) * dense + fraction * tokens * widths // tp
-    return int(elements), int(fraction * model.moe_router_topk * residual)
+    return int(elements), int(fraction * room * model.moe_router_topk * residual)

@@ -174,6 +174,10 @@ class EagerPasses:
     def reset(self) -> None:
         """Drop what was captured, since tensors may be replaced."""
 
+    def take_last_batches(self) -> Batches:
+        """The microbatches of the last replay, as it is to be repeated; its graphs are dropped."""
+        raise RuntimeError("no step was replayed")
+
     def run(
         self, forward_backward: Passes, batches: Batches, num_microbatches: int, step_hooks: Sequence[StepHooks] = ()
     ) -> list[dict[str, Tensor]]:
@@ -238,6 +242,12 @@ class StepGraph(EagerPasses):
         return next((graph.pool() for graph in graphs if graph is not None), None)
 
     has_graphs = True
+    last_inputs: Optional[list[Batch]] = None
+
+    def take_last_batches(self) -> Batches:
+        inputs, self.last_inputs = self.last_inputs, None
+        self.reset()
+        return None if inputs is None else iter(inputs)
 
     @property
     def is_captured(self) -> bool:
@@ -253,6 +263,7 @@ class StepGraph(EagerPasses):
             self.by_hooks.setdefault(key, self.new_graph())
             return forward_backward(batches)
         generators = [each.generator for each in step_hooks if each.generator is not None]
+        self.last_inputs = None if batches is None else self.by_hooks[key].inputs
         # With the memory of the graphs so far, as only one of them runs at a time.
         return self.by_hooks[key].run(forward_backward, batches, num_microbatches, self.pool, generators)
 

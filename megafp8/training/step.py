@@ -77,15 +77,12 @@ def train_step(
     """
     training_state, parts = run.training_state, run.parts
     fault_injection.point("step.begin", step=progress.step + 1)
-    begin_step(run, progress)
-    with run.timer.span("forward-backward"), run.precision_at(progress.step + 1):
-        num_microbatches = run.num_microbatches_at(progress.consumed_samples)
-        reports = forward_backward_or_replay(run, batches, num_microbatches, is_eager, step_hooks)
-        is_fused = isinstance(training_state.optimizer, FusedAdamOptimizer)
-        squared_norm = training_state.optimizer.squared_norm() if is_fused else None
-        after_launch()
-        fault_injection.point("step.after_backward")
-        totals, bad_step = bad_steps.sum_step(run, reports, progress, squared_norm)
+    totals, bad_step = pass_step(run, batches, progress, is_eager, step_hooks, after_launch)
+    if any(part.must_repeat(totals) for part in parts):
+        for part in parts:
+            part.undo()
+            part.skip()
+        totals, bad_step = pass_step(run, run.graph.take_last_batches(), progress, is_eager=True, step_hooks=step_hooks)
 
     learning_rate = current_learning_rate(training_state.optimizer)
     loss_scale = current_loss_scale(training_state.optimizer)
@@ -117,6 +114,26 @@ def train_step(
         metrics=dict(itertools.chain.from_iterable(part.metrics(progress, totals).items() for part in parts)),
         changed_progress=changed,
     )
+
+
+def pass_step(
+    run: Run,
+    batches: Batches,
+    progress: Progress,
+    is_eager: bool,
+    step_hooks: Sequence[StepHooks],
+    after_launch: Callable[[], None] = lambda: None,
+) -> tuple[StepTotals, Optional[bad_steps.BadStep]]:
+    """Forward and backward pass of a step, and its numbers; arguments as for `train_step`."""
+    begin_step(run, progress)
+    with run.timer.span("forward-backward"), run.precision_at(progress.step + 1):
+        num_microbatches = run.num_microbatches_at(progress.consumed_samples)
+        reports = forward_backward_or_replay(run, batches, num_microbatches, is_eager, step_hooks)
+        optimizer = run.training_state.optimizer
+        squared_norm = optimizer.squared_norm() if isinstance(optimizer, FusedAdamOptimizer) else None
+        after_launch()
+        fault_injection.point("step.after_backward")
+        return bad_steps.sum_step(run, reports, progress, squared_norm)
 
 
 def begin_step(run: Run, progress: Progress) -> None:

@@ -20,8 +20,11 @@ from torch import Tensor
 from megafp8.checkpoint.progress import Progress, TrainingState
 from megafp8.config import derived, multi_token
 from megafp8.config.layer_backends import LayerBackend
+from megafp8.config.mixture import PEER, is_mixture, token_dispatcher
 from megafp8.config.muon import is_layer_wise
 from megafp8.config.schema import RunConfig
+from megafp8.models.grouped_moe import PeerMoELayer
+from megafp8.models.peer_exchange import LoadRoom
 from megafp8.models.router import ExpertBiasSnapshot
 from megafp8.optimizer.fp8_gradients import Fp8Reduction, next_factor
 from megafp8.optimizer.fp8_reduction import build_fp8_reduction
@@ -54,6 +57,10 @@ class StepPart:
 
     def undo(self) -> None:
         """The step made no update, because it was bad or a loss scale overflowed."""
+
+    def must_repeat(self, totals: StepTotals) -> bool:
+        """After forward-backward: whether its results are of no use, and it has to be repeated kernel by kernel."""
+        return False
 
     def skip(self) -> None:
         """The step was bad, and the run goes on without its update; after `undo`."""
@@ -148,6 +155,22 @@ class ExpertBiases(StepPart):
 
     def end_passes(self) -> None:
         self.snapshot.restore()
+
+
+class ExpertRoom(StepPart):
+    """Has a step repeated whose CUDA graph had too few rows for the load of the experts."""
+
+    def __init__(self, room: LoadRoom):
+        self.room = room
+
+    def begin(self, progress: Progress) -> None:
+        self.room.overflows.zero_()
+
+    def counts(self, reports: Reports) -> Mapping[str, Tensor]:
+        return {"expert_overflows": self.room.overflows}
+
+    def must_repeat(self, totals: StepTotals) -> bool:
+        return totals.number("expert_overflows") > 0
 
 
 class Traffic(StepPart):
@@ -303,9 +326,14 @@ def state_parts(
     """
     if derived.is_stateful(config.precision):
         snapshot = DelayedScalingSnapshot(state.chunks, implementation)
-        yield AmaxHistories(snapshot, can_skip=config.training.max_skipped_steps > 0)
+        can_repeat = token_dispatcher(config) == PEER and derived.uses_cuda_graph(config)
+        yield AmaxHistories(snapshot, can_skip=config.training.max_skipped_steps > 0 or can_repeat)
     if config.model.moe_router_enable_expert_bias:
         yield ExpertBiases(ExpertBiasSnapshot(state.chunks))
+    layers = (module for chunk in state.chunks for module in chunk.modules() if isinstance(module, PeerMoELayer))
+    if is_mixture(config.model) and token_dispatcher(config) == PEER:
+        # Also on a stage without experts: all ranks count the same.
+        yield ExpertRoom(next((layer.exchange.room for layer in layers), LoadRoom(device)))
     if config.precision.grad_reduce_fp8_scaling == "tensor":
         yield GradientFactor()
     if depths := multi_token.num_depths(config.model):

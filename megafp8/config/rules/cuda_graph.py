@@ -9,7 +9,7 @@ from megafp8.config.expert_layers import is_mixture
 from megafp8.config.features import given_flags
 from megafp8.config.fused_adam import fused_adam_problem
 from megafp8.config.grouped_experts import grouped_expert_problems
-from megafp8.config.mixture import expert_ranks_flag, has_expert_ranks
+from megafp8.config.mixture import PEER, expert_ranks_flag, has_expert_ranks, token_dispatcher
 from megafp8.config.rules.pipeline import is_interleaved
 from megafp8.config.schema import RunConfig
 from megafp8.config.schema.setting import AUTO
@@ -101,13 +101,13 @@ def _host_problems(config: RunConfig) -> Checks:
     """Waits of the host, and shapes or numbers of microbatches that change."""
     training = config.training
     optimizer = fused_adam_problem(config)
-    experts = expert_ranks_flag(config) if has_expert_ranks(config) else None  # `_expert_problems` reports them
+    is_of_experts = has_expert_ranks(config) and token_dispatcher(config) != PEER  # `_expert_problems` reports them
     yield (
-        optimizer not in (None, experts),
+        optimizer is not None and not is_of_experts,
         str(optimizer),
         "CUDA graphs need the one-pass optimizer, because megatron-core's waits for the number of tokens",
-        "use --use-distributed-optimizer or --use-torch-fsdp2, Adam, FP32 master weights, no loss scale and no "
-        "expert-parallel ranks",
+        "use --use-distributed-optimizer or --use-torch-fsdp2, Adam, FP32 master weights, no loss scale and "
+        "no tensor-parallel ranks beside expert-parallel ones",
     )
     yield (
         config.data.reset_attention_mask,
@@ -138,8 +138,9 @@ def _expert_problems(config: RunConfig) -> Checks:
     """Numbers of tokens that the host reads: those that ranks exchange, and those of single experts."""
     if not is_mixture(config.model):
         return
-    if has_expert_ranks(config):
-        yield True, expert_ranks_flag(config), "the host reads how many tokens its ranks exchange", NO_GRAPH
+    if has_expert_ranks(config) and token_dispatcher(config) != PEER:
+        fix = f"use --moe-token-dispatcher-type peer, for experts in one launch on the GPUs of a node, or {NO_GRAPH}"
+        yield True, expert_ranks_flag(config), "the host reads how many tokens its ranks exchange", fix
         return
     in_e4m3 = with_values(config, {"precision.fp8_format": "e4m3"})
     is_format = config.precision.fp8_format is not None and not any(grouped_expert_problems(in_e4m3))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megafp8.config import derived, mixture, precision_map
 from megafp8.config.features import given_flags
-from megafp8.config.grouped_experts import fc1_choices, grouped_expert_problems, shares_input_codes
+from megafp8.config.grouped_experts import fc1_choices, grouped_expert_problems, peer_problems, shares_input_codes
 from megafp8.config.rules.base import all_positive, no_effect_without
 from megafp8.config.schema import RunConfig
 from megafp8.recipes import registry
@@ -98,6 +98,14 @@ def expert_sizes_suit_the_recipe(config: RunConfig, world_size: int) -> Iterator
                 f"{flag} {size} / {ranks} = {size // ranks} channels per rank: {strictest.name} needs multiples of "
                 f"{align}; use {flag} {round_up(size, align * ranks)}"
             )
+
+
+def peer_dispatcher_has_its_parts(config: RunConfig, world_size: int) -> Iterator[str]:
+    """GPUs write into each other's memory for experts that run in one launch, on the ranks of one node."""
+    if config.parallel.moe_token_dispatcher_type != mixture.PEER or not mixture.is_mixture(config.model):
+        return
+    if problem := next(peer_problems(config), None):
+        yield f"--moe-token-dispatcher-type peer does not support {problem}: change that, or use alltoall"
 
 
 def flex_dispatcher_has_its_parts(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -147,9 +147,10 @@ class MixtureParallelConfig:
         needs="--num-experts", range=AT_LEAST_1, unset="that of the other layers", unit="ranks",
     )
     moe_token_dispatcher_type: str = setting(
-        "auto", "exchange of tokens between expert-parallel ranks; auto: alltoall with several of them and where a "
-        "setting needs it, else allgather; flex: by DeepEP or HybridEP, which must be installed",
-        choices=("auto", "allgather", "alltoall", "flex"), needs="--num-experts",
+        "auto", "exchange of tokens between expert-parallel ranks; peer: GPUs of a node write them into each other's "
+        "memory; auto: peer where all settings support it, else alltoall with several ranks and where a setting needs "
+        "it, else allgather; flex: by DeepEP or HybridEP, which must be installed",
+        choices=("auto", "allgather", "alltoall", "flex", "peer"), needs="--num-experts",
         megatron="the default is allgather; there is no auto",
     )
     moe_dispatch_in_fp8: bool = setting(
