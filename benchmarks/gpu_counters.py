@@ -60,7 +60,7 @@ def kernels_of(options: argparse.Namespace, mode: str, has_counters: bool) -> Ke
         step_parts.build_operand_monitor = lambda *_: OperandCounter()
         patches.observe_amaxes(lambda forward: None)
     init_distributed(detect_platform(), ParallelConfig())
-    train = gpu_steps.trainer(gpu_steps.check_mode(options, mode))
+    train = gpu_steps.trainer(gpu_steps.check_mode(options, mode), options.warm_up + options.steps)
     for step in range(1, options.warm_up + 1):
         train(step)
     torch.cuda.synchronize()

@@ -93,7 +93,8 @@ def be_rank(
 
 def measure(options: argparse.Namespace, task: Task, validated: ValidatedRun, platform: Platform) -> Row:
     """Build a mode on all ranks and train."""
-    train = peer_trainer(options, task, validated, platform) if task.software == PEER else our_trainer(validated)
+    is_peer = task.software == PEER
+    train = peer_trainer(options, task, validated, platform) if is_peer else our_trainer(options, validated)
     losses = [train(step)[0] for step in range(1, options.warm_up + 1)]
     meet(platform)
     started = time.perf_counter()
@@ -117,9 +118,9 @@ def measure(options: argparse.Namespace, task: Task, validated: ValidatedRun, pl
     )  # fmt: skip
 
 
-def our_trainer(validated: ValidatedRun) -> Trainer:
+def our_trainer(options: argparse.Namespace, validated: ValidatedRun) -> Trainer:
     """megafp8."""
-    train = gpu_steps.trainer(validated)
+    train = gpu_steps.trainer(validated, options.warm_up + options.steps + gpu_profile.PROFILED_STEPS)
 
     def step(number: int) -> tuple[float, Optional[int]]:
         result = train(number)

@@ -40,6 +40,7 @@ GROUPS: tuple[tuple[str, str], ...] = (
     ("copy, cat, add", r"copy|cat|memcpy|add|mul|elementwise|reduce|vectorized"),
 )
 SHOWN_KERNELS = 12
+PROFILED_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def group_of(name: str) -> str:
     return next((group for group, pattern in GROUPS if re.search(pattern, text)), "other")
 
 
-def profiled(step: Callable[[], Any], folder: Optional[Path] = None, steps: int = 2) -> Profile:
+def profiled(step: Callable[[], Any], folder: Optional[Path] = None, steps: int = PROFILED_STEPS) -> Profile:
     """Profile some calls of `step`; with a folder, all kernels are written there too, a line each."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(steps):

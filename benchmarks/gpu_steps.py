@@ -6,7 +6,8 @@
 A mode is NAME=RECIPE FLAGS..., with a recipe of `gpu_train.py`, or NAME=@RECIPE SETTINGS...: a bare megatron-core loop
 with its fastest settings (`megatron_loop.py`) but those named. Without NAME= its flags are its name. Every round builds
 every mode, in alternating order. A mode runs warmup steps and then `--steps` steps, timed together between two
-synchronizations. Each build is a separate process, forked from one that has imported everything but not touched the
+synchronizations. All batches are made before the first step: times are of training alone, as in a program whose loader
+processes keep up. Each build is a separate process, forked from one that has imported everything but not touched the
 GPU: it starts immediately, and cannot affect later modes.
 """
 
@@ -34,7 +35,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 import torch
 
 from benchmarks import timing
-from benchmarks.gpu_profile import profiled
+from benchmarks.gpu_profile import PROFILED_STEPS, profiled
 from benchmarks.gpu_train import COMMON, MODES, SHAPES
 from megafp8.config import flags
 from megafp8.config.schema.model import ParallelConfig
@@ -86,10 +87,11 @@ def check_mode(options: argparse.Namespace, text: str) -> ValidatedRun:
     return check(*flags.parse_with_problems([*argv, "--num-workers", "0"]))
 
 
-def trainer(validated: ValidatedRun) -> Callable[[int], StepResult]:
-    """A function that trains step i. torch.distributed runs already."""
+def trainer(validated: ValidatedRun, num_steps: int) -> Callable[[int], StepResult]:
+    """A function that trains step i, on batches of `num_steps` that exist already. torch.distributed runs already."""
     run = build_training_run(validated.invocation.config, detect_platform(), validated.implementation)
-    batches = build_batches(run, run.datasets[0], 0, 1000 * run.global_batch_size, num_workers=0)
+    loader = build_batches(run, run.datasets[0], 0, num_steps * run.global_batch_size, num_workers=0)
+    batches = None if loader is None else iter(list(loader))  # made in a step, they would be part of its time
     return lambda step: train_step(run, batches, Progress(step - 1))
 
 
@@ -98,7 +100,7 @@ def megafp8_steps(options: argparse.Namespace, text: str, is_told: bool) -> Call
     validated = check_mode(options, text)
     for warning in validated.warnings if is_told else ():
         print(f"{text}: {warning}", flush=True)
-    train = trainer(validated)
+    train = trainer(validated, options.warm_up + options.steps + PROFILED_STEPS)
     return lambda step: train(step).loss
 
 

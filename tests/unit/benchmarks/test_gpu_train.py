@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -134,6 +135,23 @@ def test_energy_is_that_of_the_timed_steps(monkeypatch: pytest.MonkeyPatch) -> N
     options = gpu_steps.parse(["--modes", "peer=@delayed", "--warm-up", "2", "--steps", "4"])
     timed = gpu_steps.measure(options, "peer", "@delayed", 0)
     assert timed.joules_per_step == (30 + 40 + 50 + 60) / 4 and len(timed.losses) == 6
+
+
+def test_no_batch_is_made_in_a_timed_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def build_batches(run: object, dataset: object, first: int, num_samples: int, num_workers: int) -> Iterator[int]:
+        for sample in range(first, num_samples, run.global_batch_size):
+            made.append(sample)
+            yield sample
+
+    run = SimpleNamespace(datasets=[None], global_batch_size=4)
+    monkeypatch.setattr(gpu_steps, "build_training_run", lambda *_: run)
+    monkeypatch.setattr(gpu_steps, "build_batches", build_batches)
+    monkeypatch.setattr(gpu_steps, "train_step", lambda run, batches, progress: (next(batches), progress.step))
+    train = gpu_steps.trainer(SimpleNamespace(invocation=SimpleNamespace(config=None), implementation=None), 3)
+    assert made == [0, 4, 8]
+    assert [train(step) for step in (1, 2, 3)] == [(0, 0), (4, 1), (8, 2)]
 
 
 def test_no_process_starts_that_would_exceed_the_time_limit() -> None:
