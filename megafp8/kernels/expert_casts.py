@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megafp8.kernels import experts
 from megafp8.kernels.expert_scales import CastScale, ColumnCodes, CurrentScale
-from megafp8.kernels.rounding import FormatSpec
+from megafp8.kernels.rounding import FormatSpec, code_dtype
 from megafp8.kernels.routed_rows import ALIGNMENT, RoutedRows
 
 COLUMNS, BLOCK_SIZE, GRADIENTS_BLOCK_SIZE = 128, 128, 64
@@ -27,25 +27,28 @@ class RoutedCodes(NamedTuple):
         rows: uint8, as the tensor.
         columns: uint8, with the last two dimensions transposed.
         scale_inv: FP32 [E], the dequantization scale of each expert.
+        dtype: of the format.
     """
 
     rows: Tensor
     columns: Tensor
     scale_inv: Tensor
+    dtype: torch.dtype = torch.float8_e4m3fn
 
     @property
     def transposed(self) -> ColumnCodes:
         """Of rows, the operand of wgrad; of weights, that of dgrad."""
-        return ColumnCodes(self.columns, self.scale_inv)
+        return ColumnCodes(self.columns, self.scale_inv, self.dtype)
 
 
-def _empty_codes(num_rows: int, width: int, scale_inv: Tensor) -> RoutedCodes:
+def _empty_codes(num_rows: int, width: int, scale_inv: Tensor, spec: FormatSpec) -> RoutedCodes:
     """Room for codes [num_rows, width]."""
     # Uninitialized: what lies past the last expert's rows is never multiplied.
     return RoutedCodes(
         scale_inv.new_empty(num_rows, width, dtype=torch.uint8),
         scale_inv.new_empty(width, num_rows, dtype=torch.uint8),
         scale_inv,
+        code_dtype(spec),
     )
 
 
@@ -111,11 +114,11 @@ def gather_codes(
         scales = _Scales(amaxes, None, scale.infinities, torch.empty_like(amaxes))
     else:
         scales = _scales(scale, len(rows.ends), inputs)
-    codes = _empty_codes(num_rows, width, scales.scale_inv)
+    codes = _empty_codes(num_rows, width, scales.scale_inv, spec)
     # The grid covers the worst case; programs past the last live row return at once. See `routed_rows`.
     experts.gather_codes_kernel[(width // BLOCK_SIZE, num_rows // BLOCK_SIZE)](
         inputs, rows.token_of_row, rows.expert_of_block, scales.amaxes, scales.known, scales.infinities, rows.ends,
-        *codes, num_rows, width, IS_SCALED=prequantized is not None,
+        *codes[:3], num_rows, width, IS_SCALED=prequantized is not None,
         **_experts(rows), FORMAT=spec, BLOCK_SIZE=BLOCK_SIZE, num_warps=8,
     )  # fmt: skip
     return codes
@@ -166,9 +169,9 @@ def swiglu_codes(
             inputs, probs, rows.ends, rows.expert_of_block, None, scales.amaxes, width, NUM_EXPERTS=len(rows.ends),
             COLUMNS=COLUMNS,
         )  # fmt: skip
-    codes = _empty_codes(num_rows, width, scales.scale_inv)
+    codes = _empty_codes(num_rows, width, scales.scale_inv, spec)
     experts.swiglu_codes_kernel[(width // BLOCK_SIZE, num_rows // BLOCK_SIZE)](
-        inputs, probs, rows.expert_of_block, scales.amaxes, scales.known, scales.infinities, rows.ends, *codes,
+        inputs, probs, rows.expert_of_block, scales.amaxes, scales.known, scales.infinities, rows.ends, *codes[:3],
         num_rows, width, **_experts(rows), FORMAT=spec, BLOCK_SIZE=BLOCK_SIZE, num_warps=8,
     )  # fmt: skip
     return codes
@@ -202,11 +205,11 @@ def swiglu_backward_codes(
             gradients, inputs, probs, rows.ends, rows.expert_of_block, None, prob_sums, scales.amaxes, width,
             NUM_EXPERTS=len(rows.ends), COLUMNS=COLUMNS,
         )  # fmt: skip
-    codes = _empty_codes(num_rows, 2 * width, scales.scale_inv)
+    codes = _empty_codes(num_rows, 2 * width, scales.scale_inv, spec)
     # Smaller tiles than in the forward pass: a program holds a, b, dy and two results in registers.
     experts.swiglu_gradients_codes_kernel[(width // GRADIENTS_BLOCK_SIZE, num_rows // GRADIENTS_BLOCK_SIZE)](
         gradients, inputs, probs, None if scales.known is None else prob_sums, rows.expert_of_block, scales.amaxes,
-        scales.known, scales.infinities, rows.ends, *codes, num_rows, width,
+        scales.known, scales.infinities, rows.ends, *codes[:3], num_rows, width,
         **_experts(rows), FORMAT=spec, BLOCK_SIZE=GRADIENTS_BLOCK_SIZE, num_warps=4,
     )  # fmt: skip
     return codes, prob_sums[0] if scales.known is None else prob_sums.sum(0)
@@ -224,9 +227,10 @@ def weight_codes(weights: Tensor, spec: FormatSpec, scale: CastScale = CurrentSc
         torch.empty_like(weights, dtype=torch.uint8),
         weights.new_empty(num_experts, width, num_rows, dtype=torch.uint8),
         scales.scale_inv,
+        code_dtype(spec),
     )
     experts.weights_codes_kernel[(width // BLOCK_SIZE, num_rows // BLOCK_SIZE, num_experts)](
-        weights, scales.amaxes, scales.known, scales.infinities, *codes, num_rows, width, FORMAT=spec,
+        weights, scales.amaxes, scales.known, scales.infinities, *codes[:3], num_rows, width, FORMAT=spec,
         BLOCK_SIZE=BLOCK_SIZE, num_warps=8,
     )  # fmt: skip
     return codes

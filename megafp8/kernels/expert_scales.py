@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Optional, Union
 
+import torch
 from torch import Tensor
 
 
@@ -13,10 +14,17 @@ class ColumnCodes(NamedTuple):
     Attributes:
         codes: uint8 [W, R], of weights [E, W, N].
         scale_inv: FP32 dequantization scales, [E], or [E, W] by the rowwise recipe.
+        dtype: of the format.
     """
 
     codes: Tensor
     scale_inv: Tensor
+    dtype: torch.dtype = torch.float8_e4m3fn
+
+    @property
+    def fp8(self) -> Tensor:
+        """The codes as the numbers of their format."""
+        return self.codes.view(self.dtype)
 
 
 class CurrentScale(NamedTuple):

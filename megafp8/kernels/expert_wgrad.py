@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple, Union
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -73,10 +72,11 @@ def _wgrad_kernel(
         # the other would be NaN.
         live = whole + tl.arange(0, BLOCK_K) < end
         if IS_FP8:
-            # Masked as bytes: byte 0 is the number 0.
-            a = tl.where(live[None, :], grad_output.load([n, whole]).to(tl.uint8, bitcast=True), 0)
-            b = tl.where(live[None, :], inputs.load([w, whole]).to(tl.uint8, bitcast=True), 0)
-            total = tl.dot(a.to(tl.float8e4nv, bitcast=True), b.to(tl.float8e4nv, bitcast=True).T, total)
+            # Masked as bytes: byte 0 is the number 0. Back to the format of each operand, which may differ.
+            a, b = grad_output.load([n, whole]), inputs.load([w, whole])
+            a_bytes = tl.where(live[None, :], a.to(tl.uint8, bitcast=True), 0)
+            b_bytes = tl.where(live[None, :], b.to(tl.uint8, bitcast=True), 0)
+            total = tl.dot(a_bytes.to(a.dtype, bitcast=True), b_bytes.to(b.dtype, bitcast=True).T, total)
         else:
             a = tl.where(live[:, None], grad_output.load([whole, n]), 0.0).to(tl.bfloat16)
             b = tl.where(live[:, None], inputs.load([whole, w]), 0.0).to(tl.bfloat16)
@@ -104,7 +104,7 @@ def add_wgrad(
 
     Args:
         main_grad: [E, N, W], contiguous, FP32 or BF16; sums are in FP32.
-        grad_output: BF16 [R, N], or E4M3 codes [N, R] with a scale for each expert.
+        grad_output: BF16 [R, N], or E4M3 or E5M2 codes [N, R] with a scale for each expert.
         inputs: BF16 [R, W], or codes [W, R].
         rows: of the experts.
         is_overwritten: main_grad holds nothing yet.
@@ -113,8 +113,8 @@ def add_wgrad(
     # By the worst case of rows: how many an expert has is not known on the host.
     has_many = rows.token_of_row.numel() >= MANY_ROWS * num_experts
     if isinstance(grad_output, ColumnCodes) and isinstance(inputs, ColumnCodes):
-        (a, a_scale), (b, b_scale), is_fp8, tile = grad_output, inputs, True, FP8_TILES[has_many]
-        a, b = a.view(torch.float8_e4m3fn), b.view(torch.float8_e4m3fn)
+        a, b, is_fp8, tile = grad_output.fp8, inputs.fp8, True, FP8_TILES[has_many]
+        a_scale, b_scale = grad_output.scale_inv, inputs.scale_inv
         # What one load of a descriptor takes: [BLOCK_M, BLOCK_K] of codes [N, R]; of BF16 [R, N] the transpose.
         blocks = [tile.block_m, tile.block_k], [tile.block_n, tile.block_k]
     else:

@@ -21,10 +21,11 @@ import os
 import struct
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
-from megafp8.recipes.formats import E2M1, E4M3, Format
+from megafp8.recipes.formats import E2M1, E4M3, E5M2, Format
 
 FP32_MAX = tl.constexpr(3.4028234663852886e38)
 FP32_EXPONENT = tl.constexpr(0x7F800000)
@@ -71,6 +72,11 @@ def format_spec(fmt: Format) -> FormatSpec:
         special=0x80 if fmt.first_special_code is None else fmt.first_special_code,
         nan=0x7 if fmt.nan_code is None else fmt.nan_code,
     )
+
+
+def code_dtype(spec: FormatSpec) -> torch.dtype:
+    """The dtype of codes of E4M3 or E5M2."""
+    return torch.float8_e5m2 if spec.mantissa_bits == E5M2.mantissa_bits else torch.float8_e4m3fn
 
 
 @triton.jit

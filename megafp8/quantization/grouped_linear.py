@@ -1,8 +1,8 @@
 """The GEMMs of all experts in one launch each, in BF16 or FP8, by PyTorch's grouped GEMM.
 
 Its group sizes stay on the device. Its FP8 kernel takes E4M3 with a scale for each row of both matrices: those of the
-rowwise recipe, or the one scale of an expert, repeated. Codes of tensorwise and delayed scaling can be used transposed
-by wgrad.
+rowwise recipe, or the one scale of an expert, repeated. Output gradients in E5M2 are multiplied by kernels of this
+package. Codes of tensorwise and delayed scaling can be used transposed by wgrad.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
+from megafp8.kernels import expert_dgrad
 from megafp8.kernels.expert_casts import RoutedCodes
 from megafp8.kernels.expert_rowwise import RowwiseCodes
 from megafp8.kernels.expert_scales import ColumnCodes
@@ -63,7 +64,9 @@ def fp8_fprop(inputs: Codes, weights: Codes, rows: RoutedRows, is_fast: bool = T
 
 def fp8_dgrad(grad_output: Codes, weights: Codes, rows: RoutedRows, is_fast: bool = True) -> Tensor:
     """`dgrad` of codes, BF16."""
-    columns, scales = weights.transposed
+    columns, scales, dtype = weights.transposed
+    if grad_output.dtype != dtype:
+        return expert_dgrad.dgrad(grad_output.rows.view(grad_output.dtype), grad_output.scale_inv, weights.transposed, rows)
     return torch._scaled_grouped_mm(
         _fp8(grad_output.rows), _fp8(columns).transpose(1, 2), _row_scales(grad_output, rows),
         _repeated(scales, columns.shape[1]), offs=rows.ends, out_dtype=torch.bfloat16, use_fast_accum=is_fast,

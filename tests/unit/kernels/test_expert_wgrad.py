@@ -19,6 +19,7 @@ from megafp8.kernels.routed_rows import RoutedRows, route
 
 pytestmark = pytest.mark.usefixtures("exact")
 EXPERTS, OUTPUTS, WIDTH = 4, 192, 320
+E4M3 = torch.float8_e4m3fn
 TOKENS = {
     "spread": (70, 64, 40, 33), "an expert without tokens": (0, 90, 0, 41), "all tokens to one expert": (0, 0, 0, 300),
     "one token": (0, 1, 0, 0),
@@ -50,11 +51,12 @@ def expected(grad_output: Tensor, inputs: Tensor, rows: RoutedRows) -> Tensor:
 
 @pytest.mark.parametrize("is_overwritten", [False, True])
 @pytest.mark.parametrize("routing", TOKENS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3, torch.float8_e5m2])
 def test_sums_over_the_rows_of_each_expert(dtype: torch.dtype, routing: str, is_overwritten: bool) -> None:
     rows = routed(TOKENS[routing])
     num_rows = len(rows.token_of_row)
-    grad_output, inputs = drawn(num_rows, OUTPUTS, rows, 0).to(dtype), drawn(num_rows, WIDTH, rows, 1).to(dtype)
+    grad_output = drawn(num_rows, OUTPUTS, rows, 0).to(dtype)
+    inputs = drawn(num_rows, WIDTH, rows, 1).to(torch.bfloat16 if dtype == torch.bfloat16 else E4M3)
     before = torch.full((EXPERTS, OUTPUTS, WIDTH), torch.nan if is_overwritten else 3.0, device=DEVICE)
     main_grad, result = before.clone(), expected(grad_output.float(), inputs.float(), rows)
     if dtype == torch.bfloat16:
@@ -62,7 +64,7 @@ def test_sums_over_the_rows_of_each_expert(dtype: torch.dtype, routing: str, is_
     else:
         scales = torch.rand(2, EXPERTS, generator=torch.Generator().manual_seed(2)).to(DEVICE) + 0.5
         codes = [
-            ColumnCodes(values.t().contiguous().view(torch.uint8), scale)
+            ColumnCodes(values.t().contiguous().view(torch.uint8), scale, values.dtype)
             for values, scale in zip((grad_output, inputs), scales, strict=True)
         ]
         add_wgrad(main_grad, *codes, rows, is_overwritten=is_overwritten)
