@@ -69,8 +69,8 @@ def expert_ranks_flag(config: RunConfig) -> str:
 def token_dispatcher(config: RunConfig) -> str:
     """The exchange of tokens: `allgather`, `alltoall`, `flex` or `peer`.
 
-    `auto`, before `peer` was chosen for the GPUs of the run, is `alltoall` where ranks exchange tokens, of which it sends
-    only what an expert needs, and for settings that megatron-core has with `alltoall` only.
+    `auto`, before `peer` was chosen for the GPUs of the run, is `alltoall` where ranks exchange tokens, of which it
+    sends only what an expert needs, and for settings that megatron-core has with `alltoall` only.
     """
     model, parallel = config.model, config.parallel
     if parallel.moe_token_dispatcher_type != "auto":

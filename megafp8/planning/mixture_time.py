@@ -143,11 +143,8 @@ def experts_time(run: PlannedRun, recipe: str) -> ExpertsTime:
     for gemm in expert_gemms(run):
         seconds[gemm.kind] += experts_gemm_s(run, recipes[gemm.kind], gemm)
     num_tensors = 2 if is_one_launch(config) else 2 * local
-    has_ranks, is_peer = (
-        config.parallel.expert_model_parallel_size > 1,
-        mixture.token_dispatcher(config) == mixture.PEER,
-    )
-    is_sorted_twice = has_ranks and not is_peer
+    is_peer = mixture.token_dispatcher(config) == mixture.PEER
+    is_sorted_twice = config.parallel.expert_model_parallel_size > 1 and not is_peer
     num_sorts = 2 if is_sorted_twice and local > 1 else 1
     permutation_s = run.memory_s(BF16_BYTES * hidden * num_sorts * (3 * rows + run.sharded_tokens))
     forward = LayerTime(

@@ -66,7 +66,9 @@ def fp8_dgrad(grad_output: Codes, weights: Codes, rows: RoutedRows, is_fast: boo
     """`dgrad` of codes, BF16."""
     columns, scales, dtype = weights.transposed
     if grad_output.dtype != dtype:
-        return expert_dgrad.dgrad(grad_output.rows.view(grad_output.dtype), grad_output.scale_inv, weights.transposed, rows)
+        return expert_dgrad.dgrad(
+            grad_output.rows.view(grad_output.dtype), grad_output.scale_inv, weights.transposed, rows
+        )
     return torch._scaled_grouped_mm(
         _fp8(grad_output.rows), _fp8(columns).transpose(1, 2), _row_scales(grad_output, rows),
         _repeated(scales, columns.shape[1]), offs=rows.ends, out_dtype=torch.bfloat16, use_fast_accum=is_fast,
