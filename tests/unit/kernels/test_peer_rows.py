@@ -57,7 +57,9 @@ def test_the_marks_are_one() -> None:
 def test_rows_and_scores_arrive_at_the_ranks_of_their_experts(ranks: int) -> None:
     scores = scores_of(ranks)
     rows = [torch.randn(TOKENS, WIDTH).bfloat16().to(DEVICE) for _ in range(ranks)]
-    buffers = [torch.full((ranks * TOKENS, WIDTH), UNTOUCHED, dtype=torch.bfloat16, device=DEVICE) for _ in range(ranks)]
+    buffers = [
+        torch.full((ranks * TOKENS, WIDTH), UNTOUCHED, dtype=torch.bfloat16, device=DEVICE) for _ in range(ranks)
+    ]
     arrived = [torch.full((ranks * TOKENS, LOCAL), UNTOUCHED, device=DEVICE) for _ in range(ranks)]
     for rank in range(ranks):
         send_rows_kernel[(TOKENS,)](

@@ -1,0 +1,94 @@
+"""Expert-parallel ranks that write tokens into each other's memory, on two GPUs: the losses of the all-to-all, launched
+and as a CUDA graph; a graph with too few rows; and a rank that dies while the other one waits for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_sizes import RECIPES, SIZES
+from requirements import require_transformer_engine
+from side_by_side import End, Launch, run_all, run_folder
+
+from benchmarks.ports import free_ports
+from megafp8.analysis.runs import load_run
+
+pytestmark = pytest.mark.gpu
+require_transformer_engine(num_gpus=2)
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 8
+EXPERTS = (
+    "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 256 --moe-aux-loss-coeff 0.01 --bf16 "
+    f"--expert-model-parallel-size 2 --train-iters {STEPS} --eval-iters 0 --log-interval 1 --no-save-optim "
+    "--no-save-rng --micro-batch-size 2 --global-batch-size 8 --step-timeout-s 20"
+)
+OF_EXPERTS = {"bf16": ""} | {name: RECIPES[name].replace("hybrid", "e4m3") for name in ("tensorwise", "delayed")}
+KERNELS = {
+    "alltoall": "--moe-token-dispatcher-type alltoall",
+    "peer launched": "--moe-token-dispatcher-type peer --cuda-graph-impl none",
+    "peer graph": "--moe-token-dispatcher-type peer --cuda-graph-impl local --cuda-graph-warmup-steps 2",
+}
+DEAD = "rank that dies"
+TOLERANCE = {"bf16": 1e-3, "tensorwise": 5e-3, "delayed": 1e-2}  # as those of layouts in test_nccl.py
+SMALL_ROOM = (
+    "import runpy, sys; from megafp8.mcore import cpu_patches; cpu_patches.install(); "
+    "import megafp8.models.peer_exchange as peers; peers.PEER_ROOM = 0.7; "
+    "sys.argv = ['pretrain_gpt.py', *sys.argv[1:]]; runpy.run_path('pretrain_gpt.py', run_name='__main__')"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("peers")
+
+
+@pytest.fixture(scope="module")
+def ends(folder: Path) -> dict[str, End]:
+    launches = [
+        Launch(name=f"{recipe} {kernels}", num_ranks=2, flags=f"{SIZES} {EXPERTS} {flags} {layout}")
+        for recipe, flags in OF_EXPERTS.items()
+        for kernels, layout in KERNELS.items()
+    ]
+    graph = f"{SIZES} {EXPERTS} {KERNELS['peer graph']}"
+    launches.append(Launch(name=DEAD, num_ranks=2, flags=graph, plan="kill:rank=1,step=6,at=step.begin"))
+    return run_all(folder, launches, torch.cuda.device_count())
+
+
+def losses(folder: Path, ends: dict[str, End], name: str) -> list[float]:
+    assert set(ends[name].statuses) == {0}, ends[name].output[-4000:]
+    return [step.loss for step in load_run(run_folder(folder, name)).steps]
+
+
+@pytest.mark.parametrize("recipe", OF_EXPERTS)
+def test_peers_train_as_the_all_to_all_does(folder: Path, ends: dict[str, End], recipe: str) -> None:
+    exchanged, launched, graph = (losses(folder, ends, f"{recipe} {kernels}") for kernels in KERNELS)
+    print(f"\n{recipe}: {exchanged} {launched} {graph}")
+    assert len(graph) == STEPS and graph[-1] < graph[0]
+    assert launched == pytest.approx(exchanged, rel=TOLERANCE[recipe])
+    assert graph == pytest.approx(launched, rel=1e-4)
+
+
+def test_a_step_with_too_few_rows_is_repeated(folder: Path, ends: dict[str, End]) -> None:
+    """Graphs with fewer rows than any step needs: each step after the warm-up is repeated kernel by kernel."""
+    saved = folder / "small_room"
+    words = f"{SIZES} {EXPERTS} {KERNELS['peer graph']} --save {saved}".split()
+    (port,) = free_ports(1)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
+    ended = subprocess.run(
+        [*launcher, "--no-python", sys.executable, "-c", SMALL_ROOM, *words], cwd=ROOT, text=True, capture_output=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}, timeout=120,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    found = [step.loss for step in load_run(saved).steps]
+    assert found == pytest.approx(losses(folder, ends, "bf16 peer launched"), rel=1e-4)
+
+
+def test_a_rank_that_dies_is_named(ends: dict[str, End]) -> None:
+    end = ends[DEAD]
+    assert 0 not in end.statuses and end.seconds_after_first < 60
+    assert "rank 1 (" in end.output and "has ended" in end.output, end.output[-4000:]

@@ -1,0 +1,93 @@
+"""A step whose passes a part declares useless is undone and repeated, and trains as one that was right at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from small_run import Curve, SourceSamples, build_run, fingerprint, small_config, weights
+from torch import Tensor
+
+from megafp8.checkpoint.progress import Progress
+from megafp8.models.peer_exchange import LoadRoom
+from megafp8.training.cuda_graph import Batches, EagerPasses
+from megafp8.training.evaluation import build_batches
+from megafp8.training.run import Run
+from megafp8.training.step import train_step
+from megafp8.training.step_parts import ExpertRoom
+
+STEPS, REPEATED = 4, 2
+DELAYED = (
+    "--bf16 --transformer-impl emulated --fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 4 "
+    "--fp8-amax-compute-algo max --max-skipped-steps 1"
+)
+BIASED = (
+    "--transformer-impl local --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-token-dispatcher-type alltoall"
+)
+
+
+class ShortReplays(EagerPasses):
+    """In place of a graph: the passes of one step see wrong tokens, as a replay with too few rows gives wrong sums."""
+
+    has_graphs = True
+
+    def __init__(self, room: LoadRoom) -> None:
+        self.room, self.number, self.taken = room, 0, list[dict[str, Tensor]]()
+
+    def run(self, forward_backward: Any, batches: Batches, num_microbatches: int, step_hooks: Any = ()) -> Any:
+        assert batches is not None
+        self.taken = [next(batches) for _ in range(num_microbatches)]
+        self.number += 1
+        if self.number != REPEATED:
+            return forward_backward(iter(self.taken))
+        self.room.overflows.add_(1)
+        return forward_backward(iter([batch | {"tokens": torch.zeros_like(batch["tokens"])} for batch in self.taken]))
+
+    def take_last_batches(self) -> Iterator[dict[str, Tensor]]:
+        return iter(self.taken)
+
+
+def trained(flags: str, is_short: bool) -> tuple[Curve, str]:
+    run: Run = build_run(small_config("llama", flags))
+    if is_short:
+        room = LoadRoom(torch.device("cpu"))
+        run = dataclasses.replace(run, parts=[*run.parts, ExpertRoom(room)], graph=ShortReplays(room))
+    batch = run.global_batch_size
+    batches = build_batches(run, SourceSamples(run.config.data.seq_length), 0, STEPS * batch, num_workers=0)
+    results = [train_step(run, batches, Progress(step, step * batch)) for step in range(STEPS)]
+    assert not any(result.is_skipped for result in results)
+    return Curve([result.loss for result in results], [result.grad_norm for result in results]), fingerprint(
+        weights(run)
+    )
+
+
+@pytest.mark.parametrize("flags", [DELAYED, BIASED], ids=["delayed scaling", "biases of experts"])
+def test_a_repeated_step_leaves_no_trace(flags: str) -> None:
+    assert run_ranks(1, trained, flags, True) == run_ranks(1, trained, flags, False)
+
+
+def test_a_graph_has_more_rows_than_any_load_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = LoadRoom(torch.device("cpu"))
+    needed = torch.tensor([1000], dtype=torch.int32)
+    assert room.num_rows(needed, worst=5000) == 1024  # complete tiles
+    assert room.num_rows(torch.tensor([0], dtype=torch.int32), worst=5000) == 128
+
+    class OnDevice:
+        is_cuda = True
+
+        def __init__(self, load: int):
+            self.load = torch.tensor([load])
+
+        def __gt__(self, rows: int) -> Tensor:
+            return self.load > rows
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for load, overflows in ((1200, 0), (1281, 1), (1280, 1)):
+        assert room.num_rows(OnDevice(load), worst=5000) == 1280  # type: ignore[arg-type]
+        assert room.overflows.item() == overflows
+    assert room.num_rows(OnDevice(1), worst=640) == 640  # type: ignore[arg-type]
