@@ -107,7 +107,7 @@ def peer_problems(config: RunConfig) -> Iterator[str]:
     """Settings that exclude the exchange through the memory of other GPUs."""
     parallel = config.parallel
     if parallel.expert_model_parallel_size == 1:
-        yield "no --expert-model-parallel-size of 2 or more"
+        yield "a single expert-parallel rank"
     if parallel.tensor_model_parallel_size > 1:
         yield f"--tensor-model-parallel-size {parallel.tensor_model_parallel_size}"
     if parallel.moe_dispatch_in_fp8:

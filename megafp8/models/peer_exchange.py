@@ -143,47 +143,30 @@ class PeerExchange(Exchange):
 
     def send(self, rows: Tensor, scores: Tensor, sends_scores: bool) -> tuple[Tensor, Optional[Tensor]]:
         """As in the base class; what arrived is a part of the buffers."""
-        from megafp8.kernels.peer_rows import send_rows_kernel
+        from megafp8.kernels.peer_rows import send_rows  # needs Triton
 
-        num_tokens, width = rows.shape
-        arrived = self._buffer("rows", rows, width)
+        arrived = self._buffer("rows", rows, rows.shape[1])
         arrived_scores = self._buffer("scores", scores, self.num_experts)
-        send_rows_kernel[(num_tokens,)](
-            rows, scores, arrived.addresses, arrived_scores.addresses if sends_scores else None, self.rank * num_tokens,
-            width, **self._sizes(width),
-        )  # fmt: skip
+        to_scores = arrived_scores.addresses if sends_scores else None
+        send_rows(rows, scores, arrived.addresses, to_scores, self.rank, self.num_experts)
         arrived.handle.barrier()
-        end = self.size * num_tokens
+        end = self.size * len(rows)
         # Detached: autograd must not take what arrives in different layers for views of one tensor.
         return arrived.local[:end].detach(), arrived_scores.local[:end].detach() if sends_scores else None
 
     def add(self, sums: Tensor, scores: Tensor, values: Optional[Tensor]) -> tuple[Tensor, Optional[Tensor]]:
         """As in the base class."""
-        from megafp8.kernels.peer_rows import add_rows_kernel
+        from megafp8.kernels.peer_rows import add_rows  # needs Triton
 
-        num_tokens, width = len(scores), sums.shape[1]
-        ours = self._buffer("sums", sums, width)
+        ours = self._buffer("sums", sums, sums.shape[1])
         ours.local[: len(sums)].copy_(sums)
         our_values = None
         if values is not None:
             our_values = self._buffer("values", values, self.num_experts)
             our_values.local[: len(values)].copy_(values)
         ours.handle.barrier()
-        total = sums.new_empty(num_tokens, width)
-        returned = None if values is None else torch.empty_like(scores)
-        add_rows_kernel[(num_tokens,)](
-            scores, ours.addresses, None if our_values is None else our_values.addresses, total, returned,
-            self.rank * num_tokens, width, **self._sizes(width),
-        )  # fmt: skip
-        return total, returned
-
-    def _sizes(self, width: int) -> dict[str, int]:
-        import triton
-
-        return {
-            "PEERS": self.size, "LOCAL": self.num_experts, "EXPERTS": triton.next_power_of_2(self.num_experts),
-            "WIDTH": triton.next_power_of_2(width),
-        }  # fmt: skip
+        of_values = None if our_values is None else our_values.addresses
+        return add_rows(scores, ours.addresses, of_values, sums, self.rank, self.num_experts)
 
     def _buffer(self, name: str, like: Tensor, width: int) -> PeerBuffer:
         """A buffer with the rows of all ranks' tokens. The first call with more tokens than before allocates it, on all

@@ -80,6 +80,11 @@ EXAMPLES = {
         1,
         "give --moe-grouped-gemm",
     ),
+    "peer_dispatcher_has_its_parts": (
+        MIXTURE | {"parallel.moe_token_dispatcher_type": "peer"},
+        1,
+        "peer does not support a single expert-parallel rank",
+    ),
     "flex_dispatcher_has_its_parts": (
         MIXTURE | {"parallel.moe_token_dispatcher_type": "flex"},
         1,

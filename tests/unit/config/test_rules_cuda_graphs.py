@@ -93,8 +93,8 @@ TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
         ),
         ("--fp8-format e4m3 --fp8-recipe mxfp8", "experts in another precision than", "change that, or use"),
         ("--moe-expert-capacity-factor 1", "--moe-expert-capacity-factor with", "change that, or use"),
-        ("--expert-model-parallel-size 2 --fp8-format hybrid", "--expert-model-parallel-size 2 with", "exchange; use"),
-        (f"{TENSOR} --expert-tensor-parallel-size 1", "--expert-tensor-parallel-size 1 with", "exchange; use"),
+        ("--expert-model-parallel-size 2 --fp8-format hybrid", "--expert-model-parallel-size 2 with", "of a node, or use"),
+        (f"{TENSOR} --expert-tensor-parallel-size 1", "--expert-tensor-parallel-size 1 with", "of a node, or use"),
     ],
 )
 def test_the_setting_of_experts_that_excludes_a_graph_is_named_once(text: str, begin: str, end: str) -> None:

@@ -10,10 +10,8 @@ from torch import Tensor
 
 interpreter.skip_without_kernels()
 
-import triton
-
 from megafp8.kernels.peer_rows import NO_EXPERT as MARK
-from megafp8.kernels.peer_rows import add_rows_kernel, send_rows_kernel
+from megafp8.kernels.peer_rows import add_rows, send_rows
 from megafp8.models.peer_exchange import NO_EXPERT
 
 pytestmark = pytest.mark.usefixtures("exact")
@@ -24,12 +22,6 @@ UNTOUCHED = 77.0
 
 def addresses(buffers: list[Tensor]) -> Tensor:
     return torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64, device=DEVICE)
-
-
-def sizes(ranks: int) -> dict[str, int]:
-    return {
-        "PEERS": ranks, "LOCAL": LOCAL, "EXPERTS": triton.next_power_of_2(LOCAL), "WIDTH": triton.next_power_of_2(WIDTH),
-    }  # fmt: skip
 
 
 def scores_of(ranks: int) -> list[Tensor]:
@@ -62,9 +54,7 @@ def test_rows_and_scores_arrive_at_the_ranks_of_their_experts(ranks: int) -> Non
     ]
     arrived = [torch.full((ranks * TOKENS, LOCAL), UNTOUCHED, device=DEVICE) for _ in range(ranks)]
     for rank in range(ranks):
-        send_rows_kernel[(TOKENS,)](
-            rows[rank], scores[rank], addresses(buffers), addresses(arrived), rank * TOKENS, WIDTH, **sizes(ranks)
-        )
+        send_rows(rows[rank], scores[rank], addresses(buffers), addresses(arrived), rank, LOCAL)
     for rank in range(ranks):
         for sender in range(ranks):
             part = slice(sender * TOKENS, (sender + 1) * TOKENS)
@@ -82,12 +72,8 @@ def test_sums_of_all_ranks_are_added_and_values_return(with_values: bool) -> Non
     values = [torch.randn(ranks * TOKENS, LOCAL).to(DEVICE) for _ in range(ranks)]
     for rank in range(ranks):
         part = slice(rank * TOKENS, (rank + 1) * TOKENS)
-        result = torch.empty(TOKENS, WIDTH, dtype=torch.bfloat16, device=DEVICE)
-        returned = torch.empty(TOKENS, ranks * LOCAL, device=DEVICE) if with_values else None
-        add_rows_kernel[(TOKENS,)](
-            scores[rank], addresses(sums), addresses(values) if with_values else None, result, returned, rank * TOKENS,
-            WIDTH, **sizes(ranks),
-        )  # fmt: skip
+        of_values = addresses(values) if with_values else None
+        result, returned = add_rows(scores[rank], addresses(sums), of_values, sums[rank], rank, LOCAL)
         is_read = parts_of(scores[rank], ranks)
         expected = sum(torch.where(is_read[:, r, None], sums[r][part].float(), 0.0) for r in range(ranks))
         assert torch.equal(result, expected.bfloat16())
