@@ -188,7 +188,9 @@ def quantizer_problems(config: RunConfig) -> list[str]:
 def expert_kernel_problems(config: RunConfig, implementation: LayerBackend) -> list[str]:
     """What emulated layers with all experts in one launch, and megatron-core's own layers, do not offer."""
     if config.parallel.moe_expert_kernels != "triton":
-        return []
+        if not is_mixture(config.model) or mixture.token_dispatcher(config) != mixture.PEER:
+            return []
+        return ["--moe-token-dispatcher-type peer needs a GPU and --moe-expert-kernels triton; use alltoall"]
     if not implementation.stacks_experts:
         return [
             "--moe-expert-kernels triton with --transformer-impl local: an expert is an MLP there; remove the former"

@@ -83,6 +83,9 @@ MIXTURE = f"--model-preset mixtral-8x7b --bf16 --moe-token-dispatcher-type allto
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
 
 
+EP2 = "--expert-model-parallel-size 2"
+
+
 @pytest.mark.parametrize(
     ("text", "begin", "end"),
     [
@@ -93,7 +96,7 @@ TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
         ),
         ("--fp8-format e4m3 --fp8-recipe mxfp8", "experts in another precision than", "change that, or use"),
         ("--moe-expert-capacity-factor 1", "--moe-expert-capacity-factor with", "change that, or use"),
-        ("--expert-model-parallel-size 2 --fp8-format hybrid", "--expert-model-parallel-size 2 with", "of a node, or use"),
+        (f"{EP2} --fp8-format hybrid", "--expert-model-parallel-size 2 with", "of a node, or use"),
         (f"{TENSOR} --expert-tensor-parallel-size 1", "--expert-tensor-parallel-size 1 with", "of a node, or use"),
     ],
 )
