@@ -23,8 +23,8 @@ def written(path: Path, block: Block, steps: dict[str, list[float]]) -> None:
 def test_slower_in_every_round_is_slower(tmp_path: Path) -> None:
     path, block = tmp_path / "rows", Block("M1", "EP 2", "peer")
     steps = {
-        "bf16": [100.0, 110.0], "tensorwise-e4m3": [104.0, 115.0], "tensorwise": [104.0, 112.0], "delayed": [90.0, 80.0],
-        "@delayed": [80.0, 77.0], "@tensorwise": [300.0, 300.0],
+        "bf16": [100.0, 110.0], "tensorwise-e4m3": [104.0, 115.0], "tensorwise": [104.0, 112.0],
+        "delayed": [90.0, 80.0], "@delayed": [80.0, 77.0], "@tensorwise": [300.0, 300.0],
     }  # fmt: skip
     written(path, block, steps)
     words = {line[3]: line[-1] for line in cells(read(path))}
