@@ -285,6 +285,17 @@ def attention_kernel_problems(config: RunConfig) -> list[str]:
             f"--attention-backend flash with --softmax-type {model.softmax_type}: FlashAttention has a plain "
             "softmax; use --attention-backend auto, fused or unfused"
         )
+    if config.data.reset_attention_mask and ranks > 1:
+        found.append(
+            f"--reset-attention-mask with --context-parallel-size {ranks}: Transformer Engine's ranks split documents "
+            "that are padded to multiples of 2 x ranks only; use --context-parallel-size 1, --transformer-impl "
+            "emulated, or remove --reset-attention-mask"
+        )
+    if config.data.reset_attention_mask and model.multi_latent_attention:
+        found.append(
+            "--reset-attention-mask with --multi-latent-attention: not tested with Transformer Engine's kernels; use "
+            "--transformer-impl emulated, or remove one"
+        )
     if backend == "unfused" and ranks > 1:
         found.append(
             f"--attention-backend unfused with --context-parallel-size {ranks}: Transformer Engine's unfused attention "

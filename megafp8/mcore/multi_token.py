@@ -12,7 +12,8 @@ rank over those that count at the depth. Gradients then depend on context parall
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Optional
 from unittest.mock import patch
 
@@ -125,8 +126,9 @@ def add_depth_losses(
         logits, _ = output_layer(depth, weight=output_weight, runtime_gather_output=runtime_gather_output)
         if scale_logits_fn is not None:
             logits = scale_logits_fn(logits)
-        labels, _ = roll_tensor(labels, shifts=-1, dims=-1, cp_group=cp_group)
-        loss_mask, _ = roll_tensor(loss_mask, shifts=-1, dims=-1, cp_group=cp_group)
+        shifted = import_core("transformer.multi_token_prediction").roll_tensor  # `shifts` may have replaced it
+        labels, _ = shifted(labels, shifts=-1, dims=-1, cp_group=cp_group)
+        loss_mask, _ = shifted(loss_mask, shifts=-1, dims=-1, cp_group=cp_group)
         losses = loss_mask * compute_language_model_loss(labels, logits)
         main = MTPLossAutoScaler.apply(main, factor * losses)
     return main
@@ -137,6 +139,23 @@ def tokens_weighted_alike() -> AbstractContextManager[Any]:
     if is_installed("<0.19"):
         return nullcontext()
     return patch.object(import_core("models.gpt.gpt_model"), "process_mtp_loss", add_depth_losses)
+
+
+def shift_in_documents(has_next: Tensor, tensor: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """`roll_tensor` with zeros where the next token is of another document."""
+    rolled = roll_tensor(tensor, *args, **options)[0] * has_next.to(tensor.dtype)
+    return rolled, rolled.sum()
+
+
+@contextmanager
+def shifts(shifted: Callable[..., tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Context in which megatron-core shifts tokens, labels and masks by this function."""
+    modules = (import_core("transformer.multi_token_prediction"), import_core("models.gpt.gpt_model"))
+    with ExitStack() as stack:
+        for module in modules if shifted is not roll_tensor else ():
+            if hasattr(module, "roll_tensor"):
+                stack.enter_context(patch.object(module, "roll_tensor", shifted))
+        yield
 
 
 @contextmanager
@@ -161,15 +180,37 @@ class MultiTokenGPT(GPTModel):
 
     Attributes:
         losses: of the last forward pass with labels: (B, S) of each depth, then of the main output.
+        shifted: how a tensor (B, S) is shifted to the next token; zeros where the next token is of another document.
     """
 
     losses: list[Tensor]
+    shifted: Callable[..., tuple[Tensor, Tensor]] = staticmethod(roll_tensor)
 
-    def forward(self, *args: Any, **options: Any) -> Tensor:
-        """Start the losses of a microbatch, and compute them."""
-        self.losses = []
-        with tokens_weighted_alike():
-            return super().forward(*args, **options)
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, attention_mask: Optional[Tensor], *args: Any, **options: Any
+    ) -> Tensor:
+        """Start the losses of a microbatch, and compute them.
+
+        Args:
+            attention_mask: the borders of documents (`models/loss.py`); None for one document.
+        """
+        self.losses, self.shifted = [], roll_tensor
+        if attention_mask is not None and self.mtp_process:
+            self.shifted = partial(shift_in_documents, self.has_next(attention_mask, input_ids))
+        with tokens_weighted_alike(), shifts(self.shifted):
+            return super().forward(input_ids, position_ids, attention_mask, *args, **options)
+
+    def has_next(self, ends: Tensor, tokens: Tensor) -> Tensor:
+        """Whether the next token is of the same document, bool (B, S), S of this context-parallel rank."""
+        batch_size, length = tokens.shape[0], tokens.shape[1] * self.cp_group.size()
+        is_last = torch.zeros(batch_size * length, dtype=torch.bool, device=tokens.device)
+        is_last[ends[1:].long() - 1] = True
+        complete = ~is_last.view(batch_size, length)
+        if self.cp_group.size() == 1:
+            return complete
+        pieces = complete.chunk(2 * self.cp_group.size(), dim=1)
+        rank = self.cp_group.rank()
+        return torch.cat((pieces[rank], pieces[-1 - rank]), dim=1)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Cross entropy (B, S) in nats; megatron-core calls it for each depth, and then for the main output."""
@@ -186,7 +227,7 @@ class MultiTokenGPT(GPTModel):
         """
         sums = []
         for losses in self.losses[:-1]:
-            loss_mask, _ = roll_tensor(loss_mask, shifts=-1, dims=-1, cp_group=self.cp_group)
+            loss_mask, _ = self.shifted(loss_mask, shifts=-1, dims=-1, cp_group=self.cp_group)
             mask = loss_mask.float()
             sums.append(torch.stack(((losses.float() * mask).sum(), mask.sum())))
         return torch.stack(sums)

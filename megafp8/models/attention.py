@@ -19,7 +19,6 @@ from typing import Any, Optional
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -45,7 +44,7 @@ def visible_keys(
     Args:
         query_positions, key_positions: (queries,) and (keys,), positions in the sequence.
         window: number of tokens before its own that a query attends to; None for all.
-        documents: (B, keys), a number for each document; queries then have the positions of the keys.
+        documents: (B, S), the number of each token's document, by position.
 
     Returns:
         Boolean (queries, keys), or (B, 1, queries, keys) with documents.
@@ -55,19 +54,19 @@ def visible_keys(
     if window is not None:
         mask &= distance <= window
     if documents is not None:
-        mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
+        of_queries, of_keys = documents[:, query_positions], documents[:, key_positions]
+        mask = mask & (of_queries[:, None, :, None] == of_keys[:, None, None, :])
     return mask
 
 
-def document_numbers(params: PackedSeqParams, batch_size: int, length: int) -> Tensor:
+def document_numbers(ends: Tensor, batch_size: int, length: int) -> Tensor:
     """The number of each token's document. Shape (batch_size, length), int64.
 
     Args:
-        params: with the starts of documents in the sequences of the microbatch, one after the other, and their end.
+        ends: the borders of documents (`loss.document_ends`).
     """
-    ends = params.cu_seqlens_q[1:]
     tokens = torch.arange(batch_size * length, device=ends.device)
-    return torch.bucketize(tokens, ends, right=True).view(batch_size, length)
+    return torch.bucketize(tokens, ends[1:], right=True).view(batch_size, length)
 
 
 def explicit_attention(
@@ -173,17 +172,18 @@ class CausalAttention(torch.nn.Module):
         attention_mask: Optional[Tensor] = None,
         attn_mask_type: Any = None,
         attention_bias: Optional[Tensor] = None,
-        packed_seq_params: Optional[PackedSeqParams] = None,
+        packed_seq_params: None = None,
     ) -> Tensor:
-        """Compute causal attention. `attention_mask` is ignored: megafp8's data loader builds none.
+        """Compute causal attention.
 
         Args:
+            attention_mask: the borders of documents in the complete sequences (`loss.document_ends`), which attention
+                does not cross; None for one document.
             attn_mask_type: with `no_mask` the query is the last token and attends to all keys, or those of its window.
                 megatron-core passes it for the one token that follows a key-value cache
                 (`training/key_value_cache.py`).
-            packed_seq_params: the borders of documents, which attention does not cross; None for one document.
         """
-        assert attention_bias is None, "not passed by this project's models"
+        assert attention_bias is None and packed_seq_params is None, "not passed by this project's models"
         is_last = attn_mask_type is AttnMaskType.no_mask
         if self.context_group.size() > 1:
             assert not is_last, "a key-value cache is for one rank"
@@ -191,7 +191,7 @@ class CausalAttention(torch.nn.Module):
         else:
             keys = torch.arange(key.shape[0], device=query.device)
             positions = keys[-query.shape[0] :] if is_last else keys, keys
-        mask = self.mask(positions, query.shape[1], packed_seq_params)
+        mask = self.mask(positions, query.shape[1], attention_mask)
         probability = self.dropout if self.training else 0.0
         # Tensor-parallel ranks drop probabilities of different heads, so they use the tensor-parallel random state.
         # With sequence parallelism the transformer block has forked into it already; forking again would rewind it.
@@ -208,16 +208,15 @@ class CausalAttention(torch.nn.Module):
         return self.is_unfused or self.logit_softcapping is not None or self.softmax_type != "vanilla"
 
     def mask(
-        self, positions: tuple[Tensor, Tensor], batch_size: int, packed_seq_params: Optional[PackedSeqParams]
+        self, positions: tuple[Tensor, Tensor], batch_size: int, document_ends: Optional[Tensor]
     ) -> Optional[Tensor]:
         """The mask of `visible_keys`; None where SDPA's causal attention, or one query without a mask, suffices."""
         is_split = self.context_group.size() > 1
-        if not (is_split or self.is_explicit or self.window is not None or packed_seq_params is not None):
+        if not (is_split or self.is_explicit or self.window is not None or document_ends is not None):
             return None
         documents = None
-        if packed_seq_params is not None:
-            assert not is_split, "documents are for one context-parallel rank"
-            documents = document_numbers(packed_seq_params, batch_size, len(positions[1]))
+        if document_ends is not None:
+            documents = document_numbers(document_ends, batch_size, len(positions[1]))
         return visible_keys(*positions, self.window, documents)
 
     def attend(self, tensors: Sequence[Tensor], mask: Optional[Tensor], dropout: float, is_last: bool) -> Tensor:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
@@ -47,21 +46,18 @@ def multi_token_loss(depth_sums: Tensor, loss_mask: Tensor, losses: Tensor) -> L
     return total, num_tokens, report | {"mtp_losses": depth_sums}
 
 
-def packed_documents(document_starts: Tensor, device: torch.device) -> PackedSeqParams:
-    """The borders of documents for attention.
-
-    The format is sbhd: sequences keep their shape, and rotary embeddings their positions, of which attention only uses
-    differences. The maximum length is that of a sequence, so that kernels are planned once.
+def document_ends(document_starts: Tensor, device: torch.device) -> Tensor:
+    """The borders of documents, which models take in place of an attention mask: only attention reads them.
 
     Args:
         document_starts: bool (B, S) on the host; the first token of each sequence starts a document.
+
+    Returns:
+        int32 [documents + 1]: where documents start in the sequences, one after the other, and where the last one ends.
     """
     starts = document_starts.flatten().nonzero().flatten()
-    ends = torch.cat((starts, torch.tensor([document_starts.numel()]))).to(torch.int32).to(device, non_blocking=True)
-    length = document_starts.shape[1]
-    return PackedSeqParams(
-        qkv_format="sbhd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=length, max_seqlen_kv=length
-    )
+    ends = torch.cat((starts, torch.tensor([document_starts.numel()])))
+    return ends.to(torch.int32).to(device, non_blocking=True)
 
 
 def build_forward_step(
@@ -80,7 +76,7 @@ def build_forward_step(
             fault_injection.point("data.wait")
             on_host = next(batches)
             if "document_starts" in on_host:
-                documents = packed_documents(on_host["document_starts"], device)
+                documents = document_ends(on_host["document_starts"], device)
             batch = {name: tensor.to(device, non_blocking=True) for name, tensor in on_host.items()}
             if context_parallel_size > 1:
                 batch = split_over_context(batch)
@@ -88,9 +84,9 @@ def build_forward_step(
             labels, loss_mask = batch["labels"], batch["loss_mask"]
         chunk = unwrap_model(model)
         if not isinstance(chunk, MultiTokenGPT):
-            output = model(tokens, positions, None, labels=labels, packed_seq_params=documents)
+            output = model(tokens, positions, documents, labels=labels)
             return output, partial(token_loss, loss_mask)
-        output = model(tokens, positions, None, labels=labels, loss_mask=loss_mask)
+        output = model(tokens, positions, documents, labels=labels, loss_mask=loss_mask)
         return output, partial(multi_token_loss, chunk.depth_sums(loss_mask), loss_mask)
 
     return forward_step

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Optional
 
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
@@ -55,12 +54,22 @@ class DocumentAttention(TEDotProductAttention):
     pipeline stages, stay those of sequences.
     """
 
-    def forward(self, *tensors: Any, packed_seq_params: Optional[PackedSeqParams] = None, **options: Any) -> Tensor:
-        """Attention of query, key and value (S, B, heads, channels); returns (S, B, heads * channels)."""
-        if packed_seq_params is None:
-            return super().forward(*tensors, **options)
-        packed = replace(packed_seq_params, qkv_format="thd")
-        return attend_packed(super().forward, *tensors, packed_seq_params=packed, **options)
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Optional[Tensor], *rest: Any, **options: Any
+    ) -> Tensor:
+        """Attention of query, key and value (S, B, heads, channels); returns (S, B, heads * channels).
+
+        Args:
+            attention_mask: the borders of documents (`models/loss.py`); None for one document.
+        """
+        if attention_mask is None:
+            return super().forward(query, key, value, None, *rest, **options)
+        # The maximum length is that of a sequence, so that kernels are planned once.
+        ends, length = attention_mask, query.shape[0]
+        packed = PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=length, max_seqlen_kv=length
+        )
+        return attend_packed(super().forward, query, key, value, None, *rest, **options | {"packed_seq_params": packed})
 
 
 class FP8Attention(TEDotProductAttention):

@@ -21,7 +21,7 @@ from megafp8.config.settings import with_values
 from megafp8.data.loader import stack_samples
 from megafp8.errors import ConfigError, DataError, NumericsError
 from megafp8.models.emulated_layers import cached_weight_codes
-from megafp8.models.loss import packed_documents, token_loss
+from megafp8.models.loss import document_ends, token_loss
 from megafp8.training.language_model import LanguageModel
 
 Batch = dict[str, Tensor]
@@ -63,11 +63,9 @@ def dataset_loss(
     with cached_weight_codes([model.module]):
         for batch in batches:
             starts = batch.get("document_starts")
-            documents = None if starts is None else packed_documents(starts, model.device)
+            documents = None if starts is None else document_ends(starts, model.device)
             here = {name: tensor.to(model.device) for name, tensor in batch.items()}
-            losses = model.module(
-                here["tokens"], here["position_ids"], None, labels=here["labels"], packed_seq_params=documents
-            )
+            losses = model.module(here["tokens"], here["position_ids"], documents, labels=here["labels"])
             total += token_loss(here["loss_mask"], losses)[2]["loss"]
             num_sequences += len(losses)
             on_tokens(int(batch["loss_mask"].sum()))

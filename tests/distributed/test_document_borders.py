@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.utils import unwrap_model
 from ranks import run_ranks
 from small_run import FOUR_LAYERS, PLAIN, SourceSamples, build_run, small_config
 from torch import Tensor
 
 from megafp8.checkpoint.progress import Progress
-from megafp8.models.loss import packed_documents, token_loss
+from megafp8.mcore.multi_token import MultiTokenGPT
+from megafp8.models.loss import document_ends, split_over_context, token_loss
 from megafp8.training.evaluation import build_batches
 from megafp8.training.run import Run
 from megafp8.training.step import train_step
@@ -27,7 +29,15 @@ LAYOUTS = {
     "recompute": ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 1),
     "recompute of attention": ("--recompute-granularity selective", 1),
     "emulated FP8": ("", 1),
-}
+    "context of 2": ("--context-parallel-size 2", 2),
+    "context of 2, pipeline of 2": ("--context-parallel-size 2 --pipeline-model-parallel-size 2", 4),
+    "context of 2, tensor and sequence": (
+        "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel", 4,
+    ),
+    "context of 2, recompute": (
+        "--context-parallel-size 2 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 2,
+    ),
+}  # fmt: skip
 
 
 class DocumentSamples(SourceSamples):
@@ -50,10 +60,10 @@ def gradients(run: Run, batches: list[dict[str, Tensor]]) -> tuple[float, dict[s
     total = torch.zeros(())
     for batch in batches:
         starts = batch.get("document_starts")
-        documents = None if starts is None else packed_documents(starts, torch.device("cpu"))
-        losses = chunk(
-            batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=documents
-        )
+        documents = None if starts is None else document_ends(starts, torch.device("cpu"))
+        is_multi = isinstance(unwrap_model(chunk), MultiTokenGPT)
+        options = {"loss_mask": batch["loss_mask"]} if is_multi else {}
+        losses = chunk(batch["tokens"], batch["position_ids"], documents, labels=batch["labels"], **options)
         total = total + token_loss(batch["loss_mask"], losses)[0]
     total.backward()
     return float(total), {name: weight.main_grad.clone() for name, weight in chunk.named_parameters()}
@@ -68,8 +78,13 @@ def alone(sample: dict[str, Tensor], lengths: tuple[int, ...]) -> list[dict[str,
     ]
 
 
-@pytest.mark.parametrize("style", ["llama", "gpt2"])
-@pytest.mark.parametrize("extra", ["", "--window-size 4,0 --softmax-type learnable"])
+LATENT = "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-layernorm"
+MTP = "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5"
+WINDOWED = "--window-size 4,0 --softmax-type learnable"
+MODELS = [("llama", ""), ("gpt2", ""), ("llama", WINDOWED), ("gpt2", WINDOWED), ("latent", LATENT), ("llama", MTP)]
+
+
+@pytest.mark.parametrize(("style", "extra"), MODELS)
 def test_documents_train_as_each_alone(style: str, extra: str) -> None:
     def on_rank() -> Any:
         run = build_run(small_config(style, f"{PLAIN} {FOUR_LAYERS} {FLAGS} {extra}"))
@@ -91,7 +106,8 @@ def losses(extra: str, world_size: int) -> list[float]:
     """Losses of three steps on documents."""
 
     def on_rank() -> list[float]:
-        config = small_config("llama", f"{FLAGS} --micro-batch-size 2 {extra}", world_size)
+        style = "latent" if LATENT in extra else "llama"
+        config = small_config(style, f"{FLAGS} --micro-batch-size 2 {extra}", world_size)
         run = build_run(config)
         samples = DocumentSamples(LENGTH)
         run = dataclasses.replace(run, datasets=(samples, samples, None))
@@ -113,3 +129,52 @@ def test_every_layout_sees_the_documents(name: str, one_rank: list[float]) -> No
     precision = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise" if is_quantized else PLAIN
     found = losses(f"{precision} {FOUR_LAYERS} {extra}", world_size)
     assert found == pytest.approx(one_rank, rel=1e-2 if is_quantized else 1e-5)
+
+
+@pytest.mark.parametrize("model", [MTP, LATENT], ids=["multi-token prediction", "latent attention"])
+def test_models_see_the_documents_on_several_ranks(model: str) -> None:
+    plain = f"{PLAIN} {FOUR_LAYERS} {model}"
+    expected = losses(plain, 1)
+    for layout in ("--context-parallel-size 2", "--pipeline-model-parallel-size 2"):
+        assert losses(f"{plain} {layout}", 2) == pytest.approx(expected, rel=1e-5)
+
+
+FROZEN = {
+    "bf16": "",
+    "delayed": "--fp8-format hybrid --fp8-recipe delayed",  # evaluation does not change its scales
+    "mxfp8": "--fp8-format e4m3 --fp8-recipe mxfp8",
+    "blockwise": "--fp8-format e4m3 --fp8-recipe blockwise",
+}
+
+
+@pytest.mark.parametrize("recipe", FROZEN)
+@pytest.mark.parametrize("layout", ["", "--context-parallel-size 2"])
+def test_other_documents_change_no_bit(recipe: str, layout: str) -> None:
+    """Where scales are fixed, or those of single tokens."""
+    world_size = 2 if layout else 1
+
+    def on_rank() -> list[list[float]]:
+        flags = f"--bf16 --transformer-impl emulated {FROZEN[recipe]} {FLAGS} --num-experts 4 --moe-router-topk 2"
+        run = build_run(small_config("llama", f"{flags} --moe-ffn-hidden-size 64 {layout}", world_size))
+        (chunk,) = run.training_state.chunks
+        chunk.eval()
+        sample = DocumentSamples(LENGTH)[2]  # documents of 16, 9 and 7 tokens
+        found = []
+        for change in (0, 7):
+            tokens = sample["tokens"].clone()
+            tokens[:16] = (tokens[:16] + change) % 255
+            tokens[25:] = (tokens[25:] + change) % 255
+            batch = {key: value[None] for key, value in (sample | {"tokens": tokens}).items()}
+            ends = document_ends(batch["document_starts"], torch.device("cpu"))
+            if world_size > 1:
+                batch = split_over_context(batch)
+            with torch.no_grad():
+                losses = chunk(batch["tokens"], batch["position_ids"], ends, labels=batch["labels"])
+            places = torch.arange(LENGTH)[None]
+            here = split_over_context({"tokens": places})["tokens"] if world_size > 1 else places
+            found.append(losses[(here >= 16) & (here < 25)].tolist())
+        return found
+
+    ranks = run_ranks(world_size, on_rank)
+    assert sum(len(before) for before, _ in ranks) == 9
+    assert all(before == after for before, after in ranks)

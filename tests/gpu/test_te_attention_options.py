@@ -15,7 +15,7 @@ require_transformer_engine()
 from gpu_runs import RECIPES, gap, gpu_curve, gpu_run, unbroken_and_resumed
 from gpu_sizes import ATTENTION_OPTIONS
 
-from megafp8.models.loss import packed_documents
+from megafp8.models.loss import document_ends
 
 STEPS = 4
 CLOSE = 2e-3  # relative difference of losses: BF16 attention by two kernels
@@ -47,11 +47,11 @@ def test_documents_have_the_losses_of_each_alone(extra: str) -> None:
     generator = torch.Generator().manual_seed(1)
     tokens, labels = (torch.randint(256, (2, sum(lengths)), generator=generator).cuda() for _ in range(2))
     positions = torch.cat([torch.arange(length) for length in lengths]).expand(2, -1)
-    documents = packed_documents(positions == 0, torch.device("cuda"))
+    documents = document_ends(positions == 0, torch.device("cuda"))
     with gpu_run(f"--reset-attention-mask --reset-position-ids --eod-mask-loss {extra}") as run:
         (chunk,) = run.training_state.chunks
         with torch.no_grad():
-            together = chunk(tokens, positions.cuda(), None, labels=labels, packed_seq_params=documents)
+            together = chunk(tokens, positions.cuda(), documents, labels=labels)
             whole = chunk(tokens, torch.arange(sum(lengths)).expand(2, -1).cuda(), None, labels=labels)
             parts = []
             for start, length in zip((0, 40, 43, 107), lengths, strict=True):

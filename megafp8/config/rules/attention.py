@@ -97,17 +97,8 @@ def queries_have_one_norm(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def documents_fit_the_attention(config: RunConfig, world_size: int) -> Iterator[str]:
-    """--reset-attention-mask: documents lie at other places in every microbatch, complete on each rank."""
-    if not config.data.reset_attention_mask:
-        return
-    context = config.parallel.context_parallel_size
-    if context > 1:
-        yield (
-            f"--reset-attention-mask with --context-parallel-size {context}: the ranks would split documents, which "
-            "Transformer Engine supports only for documents padded to a multiple of 2 x ranks; use "
-            "--context-parallel-size 1, or remove --reset-attention-mask"
-        )
-    if config.precision.fp8_dot_product_attention:
+    """--reset-attention-mask: documents lie at other places in every microbatch."""
+    if config.data.reset_attention_mask and config.precision.fp8_dot_product_attention:
         yield (
             "--reset-attention-mask with --fp8-dot-product-attention: FP8 attention has no borders of documents; "
             "remove one"

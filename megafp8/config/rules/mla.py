@@ -39,9 +39,6 @@ EXCLUDED_LAYOUTS = MappingProxyType(
         "--tp-comm-overlap": "the user buffers are for the linears of other attention; remove --tp-comm-overlap",
         "--use-torch-fsdp2": "not tested; use --use-distributed-optimizer",
         "--fp8-dot-product-attention": "FP8 attention is not tested with value heads of another size; remove one",
-        "--reset-attention-mask": (
-            "megatron-core's borders of documents need another layout of its tensors; remove one"
-        ),
     }
 )
 

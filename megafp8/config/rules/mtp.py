@@ -16,9 +16,6 @@ EXCLUDED = MappingProxyType(
         "--window-size": _NOT_DEFINED,
         "--no-rope-freq VALUE": _NOT_DEFINED,
         "--rotary-base-local VALUE": _NOT_DEFINED,
-        "--reset-attention-mask": (
-            "megatron-core shifts tokens at the borders of documents of one sequence only; remove one"
-        ),
     }
 )
 EXCLUDED_LAYOUTS = MappingProxyType(

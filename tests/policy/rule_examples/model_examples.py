@@ -25,9 +25,9 @@ EXAMPLES = {
     ),
     "queries_have_one_norm": ({"model.qk_layernorm": True, "model.qk_l2_norm": True}, 1, "keep one"),
     "documents_fit_the_attention": (
-        {"data.reset_attention_mask": True, "parallel.context_parallel_size": 2},
-        2,
-        "the ranks would split documents",
+        {"data.reset_attention_mask": True, "precision.fp8_dot_product_attention": True},
+        1,
+        "FP8 attention has no borders of documents",
     ),
     "capped_scores_are_not_fp8": (
         {"model.softmax_type": "learnable", "precision.fp8_dot_product_attention": True},
@@ -35,9 +35,9 @@ EXAMPLES = {
         "FP8 attention has a plain softmax",
     ),
     "multi_token_layers_are_like_all_others": (
-        DEPTHS | {"data.reset_attention_mask": True},
+        DEPTHS | {"model.window_size": "4,0"},
         1,
-        "shifts tokens at the borders of documents",
+        "which layers it is for is not defined",
     ),
     "multi_token_fits_the_layout": (
         DEPTHS | {"parallel.pipeline_model_parallel_size": 2, "model.share_embeddings_and_output_weights": True},

@@ -16,7 +16,6 @@ from megafp8.mcore import cpu_patches
 
 cpu_patches.install()
 
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
 from megafp8.models.attention import CausalAttention, document_numbers, zigzag_positions
@@ -102,8 +101,8 @@ def reference(
     return torch.stack(output).view(LENGTH, BATCH, -1)
 
 
-def documents() -> PackedSeqParams:
-    return PackedSeqParams(qkv_format="sbhd", cu_seqlens_q=torch.tensor(BORDERS, dtype=torch.int32))
+def documents() -> torch.Tensor:
+    return torch.tensor(BORDERS, dtype=torch.int32)
 
 
 def weights() -> Tensor:
@@ -116,7 +115,7 @@ def test_definition_and_gradients(name: str, has_documents: bool) -> None:
     options = OPTIONS.get(name, {})
     ours, theirs = inputs(), inputs()
     layer, offsets = attention(**options), torch.tensor(OFFSETS, dtype=torch.float64, requires_grad=True)
-    output = layer(*ours, packed_seq_params=documents() if has_documents else None)
+    output = layer(*ours, documents() if has_documents else None)
     expected = reference(theirs, offsets, BORDERS if has_documents else None, **options)
     torch.testing.assert_close(output.double(), expected, **TOLERANCE)
     (output * weights()).sum().backward()
