@@ -70,13 +70,13 @@ def layers_without_rope(model: ModelConfig) -> tuple[bool, ...]:
     return tuple((layer + 1) % pattern == 0 for layer in range(model.num_layers))
 
 
-def mean_keys(model: ModelConfig, seq_length: int) -> float:
+def mean_keys(model: ModelConfig, seq_length: float) -> float:
     """Mean number of keys that a query attends to, over the positions of a sequence and the layers."""
     windows = windows_in_tokens(model, seq_length)
     return sum(window - window * window / (2 * seq_length) for window in windows) / len(windows)
 
 
-def windows_in_tokens(model: ModelConfig, seq_length: int) -> tuple[int, ...]:
+def windows_in_tokens(model: ModelConfig, seq_length: float) -> tuple[float, ...]:
     """The number of tokens in the window of each layer, its own included; the sequence length without a window."""
     window = window_size(model)
     local = seq_length if window is None else min(window[0] + 1, seq_length)

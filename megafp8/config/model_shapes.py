@@ -286,7 +286,7 @@ def _biases_per_layer(model: ModelConfig, qkv_channels: int, ffn_in: int) -> int
     return qkv_channels if model.add_qkv_bias else 0
 
 
-def flops_per_token(model: ModelConfig, padded_vocab: int, seq_length: int) -> float:
+def flops_per_token(model: ModelConfig, padded_vocab: int, seq_length: float) -> float:
     """Model FLOPs per token, forward and backward, without recomputation.
 
         6 * N  +  6 * L * h * s

@@ -103,6 +103,9 @@ class StepRecord:
     tokens_per_second: float
     global_batch_size: Optional[int] = None
     """Sequences of the step; None in records of earlier versions."""
+    document_squares: Optional[float] = None
+    """Sum of the squared lengths of all documents of the step, with `--reset-attention-mask`: over the tokens it is the
+    length of a token's document, which replaces the sequence length in `model_tflops_per_device`."""
     mtp_losses: Optional[tuple[float, ...]] = None
     """Mean loss of each depth of multi-token prediction, in nats and without its factor; None without it."""
     grad_norm: Optional[float] = None

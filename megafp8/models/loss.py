@@ -46,8 +46,8 @@ def multi_token_loss(depth_sums: Tensor, loss_mask: Tensor, losses: Tensor) -> L
     return total, num_tokens, report | {"mtp_losses": depth_sums}
 
 
-def document_ends(document_starts: Tensor, device: torch.device) -> Tensor:
-    """The borders of documents, which models take in place of an attention mask: only attention reads them.
+def document_ends(document_starts: Tensor) -> Tensor:
+    """The borders of documents, on the host. Models take them in place of an attention mask: only attention reads them.
 
     Args:
         document_starts: bool (B, S) on the host; the first token of each sequence starts a document.
@@ -56,8 +56,13 @@ def document_ends(document_starts: Tensor, device: torch.device) -> Tensor:
         int32 [documents + 1]: where documents start in the sequences, one after the other, and where the last one ends.
     """
     starts = document_starts.flatten().nonzero().flatten()
-    ends = torch.cat((starts, torch.tensor([document_starts.numel()])))
-    return ends.to(torch.int32).to(device, non_blocking=True)
+    return torch.cat((starts, torch.tensor([document_starts.numel()]))).to(torch.int32)
+
+
+def counting_documents(loss: Callable[[Tensor], LossOutput], squares: Tensor, losses: Tensor) -> LossOutput:
+    """A loss whose record also has the sum of the squared lengths of documents, FP64 [1] on the host."""
+    total, num_tokens, report = loss(losses)
+    return total, num_tokens, report | {"document_squares": squares}
 
 
 def build_forward_step(
@@ -71,12 +76,15 @@ def build_forward_step(
     def forward_step(
         batches: Iterator[dict[str, Tensor]], model: torch.nn.Module
     ) -> tuple[Tensor, Callable[[Tensor], LossOutput]]:
-        tokens = labels = loss_mask = positions = documents = None
+        tokens = labels = loss_mask = positions = documents = squares = None
         if batches is not None:
             fault_injection.point("data.wait")
             on_host = next(batches)
             if "document_starts" in on_host:
-                documents = document_ends(on_host["document_starts"], device)
+                ends = document_ends(on_host["document_starts"])
+                # Each of the context-parallel ranks, which have the same documents, counts its part.
+                squares = ends.diff().double().square().sum().view(1) / context_parallel_size
+                documents = ends.to(device, non_blocking=True)
             batch = {name: tensor.to(device, non_blocking=True) for name, tensor in on_host.items()}
             if context_parallel_size > 1:
                 batch = split_over_context(batch)
@@ -85,8 +93,10 @@ def build_forward_step(
         chunk = unwrap_model(model)
         if not isinstance(chunk, MultiTokenGPT):
             output = model(tokens, positions, documents, labels=labels)
-            return output, partial(token_loss, loss_mask)
-        output = model(tokens, positions, documents, labels=labels, loss_mask=loss_mask)
-        return output, partial(multi_token_loss, chunk.depth_sums(loss_mask), loss_mask)
+            loss: Callable[[Tensor], LossOutput] = partial(token_loss, loss_mask)
+        else:
+            output = model(tokens, positions, documents, labels=labels, loss_mask=loss_mask)
+            loss = partial(multi_token_loss, chunk.depth_sums(loss_mask), loss_mask)
+        return output, loss if squares is None else partial(counting_documents, loss, squares)
 
     return forward_step

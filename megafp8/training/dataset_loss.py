@@ -63,7 +63,7 @@ def dataset_loss(
     with cached_weight_codes([model.module]):
         for batch in batches:
             starts = batch.get("document_starts")
-            documents = None if starts is None else document_ends(starts, model.device)
+            documents = None if starts is None else document_ends(starts).to(model.device)
             here = {name: tensor.to(model.device) for name, tensor in batch.items()}
             losses = model.module(here["tokens"], here["position_ids"], documents, labels=here["labels"])
             total += token_loss(here["loss_mask"], losses)[2]["loss"]

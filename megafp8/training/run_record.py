@@ -113,9 +113,14 @@ def layout_sizes(run: Run) -> dict[str, int]:
     }
 
 
-def model_flops_per_token(run: Run) -> float:
-    """Model FLOPs of one token, forward and backward."""
-    return model_shapes.flops_per_token(run.config.model, run.vocab_size, run.seq_length)
+def model_flops_per_token(run: Run, document_length: Optional[float] = None) -> float:
+    """Model FLOPs of one token, forward and backward.
+
+    Args:
+        document_length: of a token's document, on average, where attention stops at its borders; None: it does not.
+    """
+    length = run.seq_length if document_length is None else document_length
+    return model_shapes.flops_per_token(run.config.model, run.vocab_size, length)
 
 
 def describe_threads(run: Run) -> dict[str, str]:

@@ -257,6 +257,21 @@ class DepthLosses(StepPart):
         return {"mtp_losses": tuple(total / count if count else math.nan for total, count in pairs)}
 
 
+class DocumentLengths(StepPart):
+    """The length of a token's document, on average over the tokens of the step, if attention stops at its borders."""
+
+    def __init__(self, is_counted: bool):
+        self.is_counted = is_counted  # other ranks have copies
+
+    def counts(self, reports: Reports) -> Mapping[str, Tensor]:
+        counted = reports if self.is_counted else ()
+        zero = torch.zeros(1, dtype=torch.float64)
+        return {"document_squares": sum((report["document_squares"] for report in counted), zero)}
+
+    def metrics(self, progress: Progress, totals: StepTotals) -> Mapping[str, Any]:
+        return {"document_squares": totals.number("document_squares")}
+
+
 class BadStepDetector(StepPart):
     """Finds bad steps: non-finite losses, gradients and operands, and spikes.
 
@@ -338,6 +353,8 @@ def state_parts(
         yield GradientFactor()
     if depths := multi_token.num_depths(config.model):
         yield DepthLosses(depths, device, counts_loss)
+    if config.data.reset_attention_mask:
+        yield DocumentLengths(counts_loss)
 
 
 def reduction_parts(config: RunConfig, state: TrainingState, device: torch.device) -> Iterator[StepPart]:

@@ -60,7 +60,7 @@ def gradients(run: Run, batches: list[dict[str, Tensor]]) -> tuple[float, dict[s
     total = torch.zeros(())
     for batch in batches:
         starts = batch.get("document_starts")
-        documents = None if starts is None else document_ends(starts, torch.device("cpu"))
+        documents = None if starts is None else document_ends(starts)
         is_multi = isinstance(unwrap_model(chunk), MultiTokenGPT)
         options = {"loss_mask": batch["loss_mask"]} if is_multi else {}
         losses = chunk(batch["tokens"], batch["position_ids"], documents, labels=batch["labels"], **options)
@@ -165,7 +165,7 @@ def test_other_documents_change_no_bit(recipe: str, layout: str) -> None:
             tokens[:16] = (tokens[:16] + change) % 255
             tokens[25:] = (tokens[25:] + change) % 255
             batch = {key: value[None] for key, value in (sample | {"tokens": tokens}).items()}
-            ends = document_ends(batch["document_starts"], torch.device("cpu"))
+            ends = document_ends(batch["document_starts"])
             if world_size > 1:
                 batch = split_over_context(batch)
             with torch.no_grad():

@@ -47,7 +47,7 @@ def test_documents_have_the_losses_of_each_alone(extra: str) -> None:
     generator = torch.Generator().manual_seed(1)
     tokens, labels = (torch.randint(256, (2, sum(lengths)), generator=generator).cuda() for _ in range(2))
     positions = torch.cat([torch.arange(length) for length in lengths]).expand(2, -1)
-    documents = document_ends(positions == 0, torch.device("cuda"))
+    documents = document_ends(positions == 0).cuda()
     with gpu_run(f"--reset-attention-mask --reset-position-ids --eod-mask-loss {extra}") as run:
         (chunk,) = run.training_state.chunks
         with torch.no_grad():

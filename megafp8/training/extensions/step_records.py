@@ -35,7 +35,6 @@ class StepRecords(Extension):
 
     def open(self, state: LoopState) -> None:
         run, self.reported_operands = state.run, frozenset[str]()
-        self.flops_per_token = model_flops_per_token(run)
         # Dense peak of the linears' dtype; None for a device that is not in the table.
         self.peak_flops = peak_flops(run.platform.name, matmul_dtype(run.config.precision, run.implementation))
         self.energy: Optional[EnergyMeter] = None
@@ -76,8 +75,11 @@ class StepRecords(Extension):
         Steps are logged at `--log-interval`, and so are the first step of this process and the last of the run.
         """
         run, times = state.run, state.run.timer.end_step()
-        tokens_per_second = self.batch_size * run.seq_length / (times.step_ms / 1000)
-        flops_per_device = tokens_per_second * self.flops_per_token / run.rank_position.world_size
+        num_tokens = self.batch_size * run.seq_length
+        tokens_per_second = num_tokens / (times.step_ms / 1000)
+        squares = result.metrics.get("document_squares")
+        flops_per_token = model_flops_per_token(run, None if squares is None else squares / num_tokens)
+        flops_per_device = tokens_per_second * flops_per_token / run.rank_position.world_size
         ends = (state.first_step, state.total_steps)
         is_logged = state.step % run.config.logging.log_interval == 0 or state.step in ends
         joules, watts, busy = None, None, None
