@@ -51,7 +51,8 @@ def grouped_expert_problems(config: RunConfig) -> Iterator[str]:
     if any(choice.is_quantized for choice in choices) and not precision_map.base_choice(config.precision).is_quantized:
         yield "experts that a precision map quantizes in a model without --fp8-format"
     if len(choices) > 1 or not all(is_supported(choice) for choice in choices):
-        formats = [f"{name} {fmt}" for name in registry.names() for fmt in registry.get(name).grouped_gemm_formats]
+        kernels = ((each.name, each.grouped_gemm_formats) for each in registry.recipes())
+        formats = [f"{name} {'/'.join(its_formats)}" for name, its_formats in kernels if its_formats]
         yield f"experts in another precision than BF16 or {', '.join(formats)}"
     elif parallel.moe_expert_kernels is None and any(
         registry.get(name).te_recipe_class is None for choice in choices for name in choice.recipes

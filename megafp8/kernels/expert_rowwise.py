@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megafp8.kernels.expert_scales import ColumnCodes, CurrentScale
 from megafp8.kernels.experts import EXPERT_BLOCK, experts_of_tile, gathered_tile, gradients_quarter, swiglu_tile
-from megafp8.kernels.rounding import FP32_MAX, FormatSpec, cast_to_words, quant_scale_of, without_nan
+from megafp8.kernels.rounding import FP32_MAX, FormatSpec, cast_to_words, code_dtype, quant_scale_of, without_nan
 from megafp8.kernels.routed_rows import RoutedRows
 from megafp8.kernels.rowwise import amaxes_kernel, cast_kernel, store_quarter
 from megafp8.kernels.tiles import store_words
@@ -33,17 +33,19 @@ class RowwiseCodes(NamedTuple):
         columns: uint8, with the last two dimensions transposed.
         row_scale_inv: FP32, dequantization scales of `rows`: [R], of weights [E, N].
         column_scale_inv: FP32 [E, W], those of `columns`.
+        dtype: of the format.
     """
 
     rows: Tensor
     columns: Tensor
     row_scale_inv: Tensor
     column_scale_inv: Tensor
+    dtype: torch.dtype = torch.float8_e4m3fn
 
     @property
     def transposed(self) -> ColumnCodes:
         """Of rows, the operand of wgrad; of weights, that of dgrad."""
-        return ColumnCodes(self.columns, self.column_scale_inv)
+        return ColumnCodes(self.columns, self.column_scale_inv, self.dtype)
 
 
 @triton.jit
@@ -248,6 +250,7 @@ class _Cast:
             like.new_empty(width, num_rows, dtype=torch.uint8),
             scales[:num_rows],
             scales[num_rows:].view(num_experts, width),
+            code_dtype(spec),
         )
 
     def launch(self, kernel: Any, *arguments: Any, width: int, block_size: int, writes_codes: bool) -> None:
@@ -257,7 +260,7 @@ class _Cast:
             width: of the tiles' tensor.
         """
         num_rows = len(self.codes.rows)
-        outputs = self.codes if writes_codes else (None,) * len(self.codes)
+        outputs = self.codes[:4] if writes_codes else (None,) * 4
         # The grid covers the worst case, see `routed_rows`. All tiles are complete: R is a multiple of 128.
         kernel[(width // block_size, num_rows // block_size)](
             *arguments, *self.amaxes, self.infinities, *outputs, num_rows, width, **self.constants,
@@ -324,8 +327,9 @@ def weight_codes(weights: Tensor, spec: FormatSpec, scale: CurrentScale = Curren
         weights.new_empty(num_experts, width, num_rows, dtype=torch.uint8),
         torch.empty_like(row_amax),
         torch.empty_like(column_amax),
+        code_dtype(spec),
     )
-    for outputs in ((None,) * len(codes), codes):
+    for outputs in ((None,) * 4, codes[:4]):
         # Without fusion of multiply and add the codes are those of `rowwise.cast`, byte for byte.
         weights_kernel[(width // BLOCK_SIZE, num_rows // BLOCK_SIZE, num_experts)](
             weights, row_amax, column_amax, scale.infinities, *outputs, num_rows, width, FORMAT=spec,

@@ -33,6 +33,8 @@ time, and two small programs of a multiprocessor hide it from each other."""
 BF16_TILES = Tile(128, 128, 32, 4, 4), Tile(128, 256, 64, 8, 3)
 FP8_TILES = Tile(128, 128, 128, 4, 3), Tile(128, 256, 128, 8, 4)
 """For few and for many rows. The fastest of 14 to 17 for each shape of `benchmarks/gpu_experts.py` on an H200."""
+PRECISE_TILE = Tile(128, 128, 128, 8, 4)
+"""Where FP8 products are added with all bits: registers hold a second sum, of one block of rows."""
 GROUP_SIZE_M = 8
 """Tiles of so many rows of a weight follow each other for each tile of columns, so that the L2 cache keeps them."""
 
@@ -40,8 +42,8 @@ GROUP_SIZE_M = 8
 @triton.jit
 def _wgrad_kernel(
     grad_output, inputs, grad_output_scale, inputs_scale, ends, main_grad, N, W,
-    IS_FP8: tl.constexpr, IS_OVERWRITTEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, GROUP_SIZE_M: tl.constexpr,
+    IS_FP8: tl.constexpr, IS_ROWWISE: tl.constexpr, MAX_IMPRECISE: tl.constexpr, IS_OVERWRITTEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_SIZE_M: tl.constexpr,
 ):  # fmt: skip
     # A program computes one tile [BLOCK_M, BLOCK_N] of one expert's weight gradients. Experts are the slowest index, so
     # that programs that run at the same time share their operands.
@@ -64,7 +66,8 @@ def _wgrad_kernel(
         if IS_FP8:
             # FP8 tensor cores take operands that are contiguous along the sum, which are the transposed codes [N, R]
             # and [W, R].
-            total = tl.dot(grad_output.load([n, row]), inputs.load([w, row]).T, total)
+            a, b = grad_output.load([n, row]), inputs.load([w, row])
+            total = tl.dot(a, b.T, total, max_num_imprecise_acc=MAX_IMPRECISE)
         else:
             total = tl.dot(grad_output.load([row, n]).T, inputs.load([row, w]), total)
     if whole < end:  # the rows of the next expert count as zeros, whatever they are
@@ -76,15 +79,19 @@ def _wgrad_kernel(
             a, b = grad_output.load([n, whole]), inputs.load([w, whole])
             a_bytes = tl.where(live[None, :], a.to(tl.uint8, bitcast=True), 0)
             b_bytes = tl.where(live[None, :], b.to(tl.uint8, bitcast=True), 0)
-            total = tl.dot(a_bytes.to(a.dtype, bitcast=True), b_bytes.to(b.dtype, bitcast=True).T, total)
+            a, b = a_bytes.to(a.dtype, bitcast=True), b_bytes.to(b.dtype, bitcast=True)
+            total = tl.dot(a, b.T, total, max_num_imprecise_acc=MAX_IMPRECISE)
         else:
             a = tl.where(live[:, None], grad_output.load([whole, n]), 0.0).to(tl.bfloat16)
             b = tl.where(live[:, None], inputs.load([whole, w]), 0.0).to(tl.bfloat16)
             total = tl.dot(a.T, b, total)
-    if IS_FP8:
-        # One scale for all rows of an expert: it can be taken out of the sum.
-        total *= tl.load(grad_output_scale + expert) * tl.load(inputs_scale + expert)
     rows, columns = n + tl.arange(0, BLOCK_M), w + tl.arange(0, BLOCK_N)
+    # One scale for all rows of an expert, or of each of their columns: it can be taken out of the sum.
+    if IS_ROWWISE:
+        total *= tl.load(grad_output_scale + expert * N + rows, mask=rows < N)[:, None]
+        total *= tl.load(inputs_scale + expert * W + columns, mask=columns < W)[None, :]
+    elif IS_FP8:
+        total *= tl.load(grad_output_scale + expert) * tl.load(inputs_scale + expert)
     is_inside = (rows < N)[:, None] & (columns < W)[None, :]
     # int64: E x N x W may exceed 2^31. Within one expert int32 is enough.
     target = main_grad + expert.to(tl.int64) * N * W + rows[:, None] * W + columns[None, :]
@@ -98,22 +105,25 @@ Operand = Union[Tensor, ColumnCodes]
 
 
 def add_wgrad(
-    main_grad: Tensor, grad_output: Operand, inputs: Operand, rows: RoutedRows, *, is_overwritten: bool
-) -> None:
+    main_grad: Tensor, grad_output: Operand, inputs: Operand, rows: RoutedRows, *, is_fast: bool = True,
+    is_overwritten: bool,
+) -> None:  # fmt: skip
     """Add grad_output transposed times inputs, of each expert's rows, or overwrite main_grad with it.
 
     Args:
         main_grad: [E, N, W], contiguous, FP32 or BF16; sums are in FP32.
-        grad_output: BF16 [R, N], or E4M3 or E5M2 codes [N, R] with a scale for each expert.
+        grad_output: BF16 [R, N], or E4M3 or E5M2 codes [N, R] with a scale for each expert, or by the rowwise recipe
+            for each column of its rows.
         inputs: BF16 [R, W], or codes [W, R].
         rows: of the experts.
+        is_fast: FP8 products may be added with fewer bits.
         is_overwritten: main_grad holds nothing yet.
     """
     num_experts, n, w = main_grad.shape
     # By the worst case of rows: how many an expert has is not known on the host.
     has_many = rows.token_of_row.numel() >= MANY_ROWS * num_experts
     if isinstance(grad_output, ColumnCodes) and isinstance(inputs, ColumnCodes):
-        a, b, is_fp8, tile = grad_output.fp8, inputs.fp8, True, FP8_TILES[has_many]
+        a, b, is_fp8, tile = grad_output.fp8, inputs.fp8, True, FP8_TILES[has_many] if is_fast else PRECISE_TILE
         a_scale, b_scale = grad_output.scale_inv, inputs.scale_inv
         # What one load of a descriptor takes: [BLOCK_M, BLOCK_K] of codes [N, R]; of BF16 [R, N] the transpose.
         blocks = [tile.block_m, tile.block_k], [tile.block_n, tile.block_k]
@@ -124,7 +134,8 @@ def add_wgrad(
     grid = (triton.cdiv(n, tile.block_m) * triton.cdiv(w, tile.block_n) * num_experts,)
     _wgrad_kernel[grid](
         TensorDescriptor.from_tensor(a, blocks[0]), TensorDescriptor.from_tensor(b, blocks[1]), a_scale, b_scale,
-        rows.ends, main_grad, n, w, IS_FP8=is_fp8, IS_OVERWRITTEN=is_overwritten, BLOCK_M=tile.block_m,
+        rows.ends, main_grad, n, w, IS_FP8=is_fp8, IS_ROWWISE=b_scale is not None and b_scale.dim() == 2,
+        MAX_IMPRECISE=None if is_fast else tile.block_k, IS_OVERWRITTEN=is_overwritten, BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_SIZE_M=GROUP_SIZE_M, num_warps=tile.warps,
         num_stages=tile.stages,
     )  # fmt: skip

@@ -33,13 +33,15 @@ class ExpertCodes(NamedTuple):
     """Codes of both weights, cast once a step.
 
     Attributes:
-        spec: the format of all operands.
+        spec: the format of inputs and weights.
+        gradient_spec: the format of output gradients.
         is_rowwise: operands have a scale for each row and column (`expert_rowwise.py`).
     """
 
     fc1: Codes
     fc2: Codes
     spec: FormatSpec
+    gradient_spec: FormatSpec
     is_rowwise: bool = False
 
 
@@ -62,11 +64,12 @@ class ExpertScales(NamedTuple):
 
 def cast_weights(
     fc1: Tensor, fc2: Tensor, spec: FormatSpec, of_fc1: Scale = CurrentScale(), of_fc2: Scale = CurrentScale(), *,
-    is_rowwise: bool = False,
+    gradient_spec: Optional[FormatSpec] = None, is_rowwise: bool = False,
 ) -> ExpertCodes:  # fmt: skip
-    """Codes of fc1 [E, 2 F, H] and fc2 [E, H, F], BF16, by their scales."""
-    casts = casts_of(is_rowwise)
-    return ExpertCodes(casts.weight_codes(fc1, spec, of_fc1), casts.weight_codes(fc2, spec, of_fc2), spec, is_rowwise)
+    """Codes of fc1 [E, 2 F, H] and fc2 [E, H, F], BF16, by their scales; `gradient_spec` of None is `spec`."""
+    weight_codes = casts_of(is_rowwise).weight_codes
+    codes = weight_codes(fc1, spec, of_fc1), weight_codes(fc2, spec, of_fc2)
+    return ExpertCodes(*codes, spec, gradient_spec or spec, is_rowwise)
 
 
 def casts_of(is_rowwise: bool) -> Any:
@@ -112,10 +115,11 @@ def add_wgrad(
         is_fast: FP8 products may be added with fewer bits.
     """
     main_grad = getattr(weight, "main_grad", None)
-    if main_grad is not None and is_fast:
+    is_fp8 = isinstance(grad_output, ColumnCodes) and isinstance(inputs, ColumnCodes)
+    if main_grad is not None and (is_fast or (is_fp8 and grad_output.dtype != inputs.dtype)):
         # In the first microbatch of a step the buffer still has the gradients of the last one (`WgradOverwrite`).
         is_overwritten = getattr(main_grad, "is_overwritten", False)
-        expert_wgrad.add_wgrad(main_grad, grad_output, inputs, rows, is_overwritten=is_overwritten)
+        expert_wgrad.add_wgrad(main_grad, grad_output, inputs, rows, is_fast=is_fast, is_overwritten=is_overwritten)
         return main_grad_stand_in(weight)
     # PyTorch's kernel can accumulate with all bits. Its product is BF16, and is added in a pass of its own.
     if isinstance(grad_output, ColumnCodes) and isinstance(inputs, ColumnCodes):
@@ -187,10 +191,10 @@ class _FP8Experts(torch.autograd.Function):
         # As in linears of the rowwise recipe, fprop alone accumulates fast.
         casts, is_fast = casts_of(codes.is_rowwise), not codes.is_rowwise
         # One cast writes codes by rows, for dgrad, and transposed, for wgrad.
-        dz = casts.gather_codes(grad.contiguous(), rows, routing_map, codes.spec, scale=scales.fc2_grad_output)
+        dz = casts.gather_codes(grad.contiguous(), rows, routing_map, codes.gradient_spec, scale=scales.fc2_grad_output)
         dy = grouped_linear.fp8_dgrad(dz, codes.fc2, rows, is_fast)
         dfc2 = add_wgrad(fc2, dz.transposed, y, rows, is_fast)
-        dh, dprobs = casts.swiglu_backward_codes(dy, h, probs, rows, codes.spec, scales.fc1_grad_output)
+        dh, dprobs = casts.swiglu_backward_codes(dy, h, probs, rows, codes.gradient_spec, scales.fc1_grad_output)
         dfc1 = add_wgrad(fc1, dh.transposed, x, rows, is_fast)
         dx = expert_casts.sum_rows(grouped_linear.fp8_dgrad(dh, codes.fc1, rows, is_fast), rows)
         # All amaxes of the pass are recorded now, so that the scales may be updated.

@@ -45,7 +45,8 @@ class GroupedExperts(MegatronModule):
 
     Args:
         num_local_experts: E.
-        recipe: quantizes all operands by the same rule, or rowwise; None computes in BF16.
+        recipe: quantizes all operands by the same rule, or rowwise, output gradients perhaps in a format of their
+            own; None computes in BF16.
         exchange: updates the scales of delayed scaling for all layers of a model chunk; None: of this layer only.
         name: megatron-core 0.19 passes one; not used.
 
@@ -74,6 +75,7 @@ class GroupedExperts(MegatronModule):
         # `expt_dp` ranks have copies of these weights, `ep` ranks have other experts of the layer.
         self.data_group, self.expert_group = pg_collection.expt_dp, pg_collection.ep
         self.rule = None if recipe is None else recipe.rule(Operand.INPUT, Gemm.FPROP)
+        self.gradient_rule = None if recipe is None else recipe.rule(Operand.GRAD_OUTPUT, Gemm.DGRAD)
         self.quantizer_state = torch.nn.ModuleDict()
         self.infinities: dict[str, Tensor] = {}
         self.exchange = exchange or AmaxExchange()
@@ -139,18 +141,18 @@ class GroupedExperts(MegatronModule):
 
     def _weight_codes(self, *scales: Union[DelayedScale, CurrentScale]) -> Any:
         """The codes of the weights, cast in the first microbatch of a step; None in BF16."""
-        if self.rule is None or not self.is_quantizing:
+        if self.rule is None or self.gradient_rule is None or not self.is_quantizing:
             return None
         from megafp8.kernels.rounding import format_spec
         from megafp8.models.grouped_experts import cast_weights
 
         # Weights change between steps only. Evaluation casts in every call.
         if self.codes is None or self.is_first_microbatch or not self.training:
-            spec = format_spec(self.rule.format)
+            spec, gradient_spec = format_spec(self.rule.format), format_spec(self.gradient_rule.format)
             is_rowwise = self.rule.block is not None
             # Autograd sees the BF16 weights; the casts are not differentiated.
             fc1, fc2 = self.linear_fc1.detach(), self.linear_fc2.detach()
-            self.codes = cast_weights(fc1, fc2, spec, *scales, is_rowwise=is_rowwise)
+            self.codes = cast_weights(fc1, fc2, spec, *scales, gradient_spec=gradient_spec, is_rowwise=is_rowwise)
             self.is_first_microbatch = not self.training  # weights may change between evaluation and the next step
         return self.codes
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
-from megafp8.kernels import expert_dgrad
+from megafp8.kernels import expert_dgrad, expert_wgrad
 from megafp8.kernels.expert_casts import RoutedCodes
 from megafp8.kernels.expert_rowwise import RowwiseCodes
 from megafp8.kernels.expert_scales import ColumnCodes
@@ -41,6 +41,11 @@ def _fp8(codes: Tensor) -> Tensor:
     return codes.view(torch.float8_e4m3fn)
 
 
+def _scales(codes: Codes) -> Tensor:
+    """Of codes by rows: of each row, or of each expert."""
+    return codes.row_scale_inv if isinstance(codes, RowwiseCodes) else codes.scale_inv
+
+
 def _row_scales(codes: Codes, rows: RoutedRows) -> Tensor:
     """Of the codes of rows, [R]."""
     if isinstance(codes, RowwiseCodes):
@@ -55,10 +60,9 @@ def _repeated(scale_inv: Tensor, times: int) -> Tensor:
 
 def fp8_fprop(inputs: Codes, weights: Codes, rows: RoutedRows, is_fast: bool = True) -> Tensor:
     """`fprop` of codes, BF16."""
-    scales = weights.row_scale_inv if isinstance(weights, RowwiseCodes) else weights.scale_inv
     return torch._scaled_grouped_mm(
         _fp8(inputs.rows), _fp8(weights.rows).transpose(1, 2), _row_scales(inputs, rows),
-        _repeated(scales, weights.rows.shape[1]), offs=rows.ends, out_dtype=torch.bfloat16, use_fast_accum=is_fast,
+        _repeated(_scales(weights), weights.rows.shape[1]), offs=rows.ends, out_dtype=torch.bfloat16, use_fast_accum=is_fast,
     )  # fmt: skip
 
 
@@ -66,9 +70,8 @@ def fp8_dgrad(grad_output: Codes, weights: Codes, rows: RoutedRows, is_fast: boo
     """`dgrad` of codes, BF16."""
     columns, scales, dtype = weights.transposed
     if grad_output.dtype != dtype:
-        return expert_dgrad.dgrad(
-            grad_output.rows.view(grad_output.dtype), grad_output.scale_inv, weights.transposed, rows
-        )
+        fp8, row_scales = grad_output.rows.view(grad_output.dtype), _scales(grad_output)
+        return expert_dgrad.dgrad(fp8, row_scales, weights.transposed, rows, is_fast=is_fast)
     return torch._scaled_grouped_mm(
         _fp8(grad_output.rows), _fp8(columns).transpose(1, 2), _row_scales(grad_output, rows),
         _repeated(scales, columns.shape[1]), offs=rows.ends, out_dtype=torch.bfloat16, use_fast_accum=is_fast,
@@ -77,6 +80,11 @@ def fp8_dgrad(grad_output: Codes, weights: Codes, rows: RoutedRows, is_fast: boo
 
 def fp8_wgrad(grad_output: ColumnCodes, inputs: ColumnCodes, rows: RoutedRows, is_fast: bool = True) -> Tensor:
     """`wgrad` of codes, BF16."""
+    if grad_output.dtype != inputs.dtype:
+        shape = len(rows.ends), len(grad_output.codes), len(inputs.codes)
+        result = inputs.codes.new_empty(shape, dtype=torch.bfloat16)
+        expert_wgrad.add_wgrad(result, grad_output, inputs, rows, is_fast=is_fast, is_overwritten=True)
+        return result
     num_outputs, width = grad_output.codes.shape[0], inputs.codes.shape[0]
     return torch._scaled_grouped_mm(
         _fp8(grad_output.codes), _fp8(inputs.codes).t(), _repeated(grad_output.scale_inv, num_outputs).view(-1),

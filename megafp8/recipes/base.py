@@ -255,7 +255,8 @@ class Recipe:
         slow_gemm_until: compute capability below which GEMMs run at the speed of FP32 block scales.
         output_layer_recipe: recipe that `--performance max` gives the output layer; None leaves it in high precision.
         slow_cast, is_ranked_on_blackwell: whether casts are as slow as blockwise ones; whether the planner ranks it.
-        grouped_gemm_formats: formats in which the experts of a mixture run in one launch (`models/grouped_moe.py`).
+        grouped_gemm_formats: formats in which the experts of a mixture run in one launch (`models/grouped_moe.py`), the
+            fastest first.
         fallbacks: finer recipes to try, each with the reason as the end of a sentence.
         variants: forms with names of their own in comparisons, `RECIPE-VARIANT`, each with the flags that it adds.
     """
@@ -383,11 +384,8 @@ class Recipe:
         return f"--{self.family}-recipe {self.name}"
 
     def tested_format(self, has_experts: bool) -> str:
-        """The format that `--recipe` sets: the default, or one in which the experts of a mixture run in one launch."""
-        one_launch = self.grouped_gemm_formats
-        if has_experts and one_launch and self.default_format not in one_launch:
-            return one_launch[0]
-        return self.default_format
+        """The format that `--recipe` sets: the default, or the fastest in which experts run in one launch."""
+        return self.grouped_gemm_formats[0] if has_experts and self.grouped_gemm_formats else self.default_format
 
 
 # ---- helpers for the modules of recipes ---------------------------------------------------------------------------

@@ -57,6 +57,6 @@ RECIPE = Recipe(
     supports_op_fuser=True,
     output_layer_recipe="tensorwise",
     exported_as="tensorwise",
-    grouped_gemm_formats=("e4m3",),
+    grouped_gemm_formats=("e4m3", "hybrid"),
     fallbacks=(("tensorwise", ", whose scales come from the current tensor"),),
 )

@@ -39,7 +39,7 @@ RECIPE = Recipe(
     build=build,
     default_format="e4m3",
     scaled_mm_capabilities=(((9, 0), (9, 1)),),  # only Hopper was tested
-    grouped_gemm_formats=("e4m3",),
+    grouped_gemm_formats=("e4m3", "hybrid"),
     export_form=ExportForm(
         scale_suffix="weight_scale", quantization_config=compressed_tensors("channel"), excluded_key="ignore"
     ),

@@ -45,5 +45,5 @@ RECIPE = Recipe(
         scale_suffix="weight_scale", quantization_config=compressed_tensors("tensor"), excluded_key="ignore"
     ),
     is_ranked_on_blackwell=True,
-    grouped_gemm_formats=("e4m3",),
+    grouped_gemm_formats=("e4m3", "hybrid"),
 )

@@ -14,7 +14,10 @@ from megafp8.device.layer_support import expert_launch_warnings
 DELAYED, HYBRID = "--fp8-format e4m3 --fp8-recipe delayed", "--fp8-format hybrid --fp8-recipe delayed"
 ROWWISE = "--fp8-format e4m3 --fp8-recipe rowwise"
 TRITON = "--moe-expert-kernels triton"
-OTHERS = ["experts in another precision than BF16 or tensorwise e4m3, delayed e4m3, rowwise e4m3"]
+OTHERS = [
+    "experts in another precision than BF16 or tensorwise e4m3/hybrid, delayed e4m3/hybrid, rowwise e4m3/hybrid"
+]
+BLOCKWISE = "--fp8-format e4m3 --fp8-recipe blockwise"
 
 
 @pytest.mark.parametrize(
@@ -25,11 +28,13 @@ OTHERS = ["experts in another precision than BF16 or tensorwise e4m3, delayed e4
         (f"{DELAYED} {TRITON} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall", []),
         ("--expert-tensor-parallel-size 2", ["expert tensor-parallel ranks: give --expert-tensor-parallel-size 1"]),
         ("--tensor-model-parallel-size 2", ["tensor-parallel ranks without expert-parallel ones"]),
-        (f"{HYBRID} {TRITON}", OTHERS),
-        (HYBRID, OTHERS),
+        (HYBRID, []),
+        ("--fp8-format hybrid --fp8-recipe tensorwise", []),
+        (f"{BLOCKWISE} {TRITON}", OTHERS),
+        ("--fp8-format e5m2 --fp8-recipe tensorwise", OTHERS),
         (f"{ROWWISE} {TRITON}", []),
         (ROWWISE, ["emulated experts, unless --moe-expert-kernels triton is given"]),
-        (f"--fp8-format hybrid --fp8-recipe rowwise {TRITON}", OTHERS),
+        (f"--fp8-format hybrid --fp8-recipe rowwise {TRITON}", []),
         (f"{ROWWISE} --no-fp8-wgrad {TRITON}", OTHERS),
     ],
 )
@@ -48,8 +53,10 @@ FORMAT = "with --fp8-format e4m3 all of them run in one launch"
         (DELAYED, "transformer_engine", None),
         ("", "transformer_engine", None),
         (EP2, "transformer_engine", None),
-        (HYBRID, "transformer_engine", FORMAT),
-        (f"{HYBRID} --moe-expert-kernels te", "transformer_engine", FORMAT),
+        (HYBRID, "transformer_engine", None),
+        ("--fp8-format e5m2", "transformer_engine", FORMAT),
+        ("--fp8-format e5m2 --moe-expert-kernels te", "transformer_engine", FORMAT),
+        (BLOCKWISE, "transformer_engine", "with --fp8-recipe tensorwise all of them run in one launch"),
         (f"{DELAYED} --moe-expert-kernels te", "transformer_engine", "without --moe-expert-kernels te all of them run"),
         (
             f"{EP2} --moe-token-dispatcher-type allgather",
@@ -74,7 +81,7 @@ def test_a_run_whose_experts_run_one_by_one_says_what_avoids_it(
 
 
 def test_the_suggestion_may_be_several_flags() -> None:
-    text = f"--fp8-format hybrid --fp8-recipe blockwise {EP2} --moe-token-dispatcher-type allgather"
+    text = f"--fp8-format e5m2 --fp8-recipe blockwise {EP2} --moe-token-dispatcher-type allgather"
     config = flags.parse(f"--model-preset mixtral-8x7b --bf16 {text}".split()).config
     suggestion = one_launch_suggestion(config)
     assert all(

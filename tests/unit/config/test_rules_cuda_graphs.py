@@ -90,8 +90,8 @@ EP2 = "--expert-model-parallel-size 2"
     ("text", "begin", "end"),
     [
         (
-            "--fp8-format hybrid",
-            "experts in another precision than BF16 or tensorwise e4m3",
+            "--fp8-format e5m2",
+            "experts in another precision than BF16 or tensorwise e4m3/hybrid",
             "use --fp8-format e4m3, or",
         ),
         ("--fp8-format e4m3 --fp8-recipe mxfp8", "experts in another precision than", "change that, or use"),
@@ -105,7 +105,7 @@ def test_the_setting_of_experts_that_excludes_a_graph_is_named_once(text: str, b
     assert problem.startswith(begin) and problem.endswith(f"{end} --cuda-graph-impl none")
 
 
-@pytest.mark.parametrize("text", ["", "--fp8-format e4m3 --fp8-recipe tensorwise"])
+@pytest.mark.parametrize("text", ["", "--fp8-format e4m3 --fp8-recipe tensorwise", "--fp8-format hybrid"])
 def test_experts_in_one_launch_have_a_graph(text: str) -> None:
     assert not problems(f"{MIXTURE} {text}")
 

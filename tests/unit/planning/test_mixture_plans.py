@@ -107,7 +107,7 @@ def test_one_launch_reads_and_writes_weight_gradients() -> None:
 
 
 def test_fp8_that_does_not_pay_gets_a_warning() -> None:
-    fp8 = {"precision.fp8_format": "hybrid", "precision.fp8_recipe": "tensorwise"}
+    fp8 = {"precision.fp8_format": "hybrid", "parallel.moe_expert_kernels": "te"}
     small, large = run_of("qwen3-30b-a3b", fp8), run_of("mixtral-8x7b", fp8 | {"training.micro_batch_size": 4})
     assert any("FP8 does not pay in these experts" in line for line in expert_warnings(small))
     assert "GEMMs 256 x 2048 x 1536 and 256 x 768 x 2048" in expert_warnings(small)[0]
@@ -118,7 +118,7 @@ def test_fp8_that_does_not_pay_gets_a_warning() -> None:
 @pytest.mark.parametrize(
     ("settings", "suggestion"),
     [
-        ({"precision.fp8_format": "hybrid"}, "with --fp8-format e4m3 all of them run in one launch"),
+        ({"precision.fp8_recipe": "blockwise"}, "with --fp8-recipe tensorwise all of them run in one launch"),
         ({"model.moe_ffn_hidden_size": 256}, "more tokens for each expert"),
         ({"parallel.moe_expert_kernels": "te"}, "without --moe-expert-kernels te all of them"),
         ({"model.moe_apply_probs_on_input": True}, "one launch does not support --moe-apply-probs-on-input"),
