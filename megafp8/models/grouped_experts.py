@@ -178,7 +178,8 @@ class _FP8Experts(torch.autograd.Function):
         h = grouped_linear.fp8_fprop(x, codes.fc1, rows)
         y = casts.swiglu_codes(h, probs, rows, codes.spec, scales.fc2_input)
         # fprop alone reads codes by rows, wgrad alone reads the transposed ones.
-        ctx.save_for_backward(*x.transposed, h, *y.transposed, probs, routing_map)
+        (x_columns, x_scale, _), (y_columns, y_scale, _) = x.transposed, y.transposed
+        ctx.save_for_backward(x_columns, x_scale, h, y_columns, y_scale, probs, routing_map)
         # Attributes, not saved tensors: wgrad is added to `main_grad` of these very parameters.
         ctx.weights, ctx.rows, ctx.codes, ctx.scales = (fc1, fc2), rows, codes, scales
         return expert_casts.sum_rows(grouped_linear.fp8_fprop(y, codes.fc2, rows), rows)

@@ -22,7 +22,7 @@ interpreter.skip_without_kernels()
 from megafp8.models import layer_specs
 from megafp8.models.grouped_moe import ExchangedExperts, GroupedExperts, GroupedMoELayer
 from megafp8.recipes import registry
-from megafp8.recipes.base import Gemm, Operand
+from megafp8.recipes.base import LinearRecipe
 from megafp8.training.precision import high_precision
 
 HIDDEN, FFN = 128, 128
@@ -35,12 +35,12 @@ def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
     interpreter.make_exact(monkeypatch)
 
 
-def build(num_experts: int) -> ExchangedExperts:
+def build(num_experts: int, recipe: Optional[LinearRecipe] = None) -> ExchangedExperts:
     config: Any = SimpleNamespace(
         moe_ffn_hidden_size=FFN, hidden_size=HIDDEN, use_cpu_initialization=DEVICE == "cpu",
         params_dtype=torch.bfloat16, expert_model_parallel_size=2,
     )  # fmt: skip
-    experts = ExchangedExperts(num_experts, config, SimpleNamespace(expt_dp=None, ep=None))
+    experts = ExchangedExperts(num_experts, config, SimpleNamespace(expt_dp=None, ep=None), recipe)
     generator = torch.Generator().manual_seed(0)
     for weight in experts.parameters():
         drawn = torch.randn(weight.shape, generator=generator) * weight.shape[-1] ** -0.5
@@ -130,8 +130,7 @@ def test_codes_that_travel_are_those_of_the_experts(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_phase_in_high_precision_has_no_codes() -> None:
-    experts = build(2)
-    experts.rule = TENSORWISE.rule(Operand.INPUT, Gemm.FPROP)
+    experts = build(2, TENSORWISE)
     assert experts._weight_codes() is not None
     config = SimpleNamespace(fp8="e4m3", fp4=None)
     with high_precision(config, [experts]):  # type: ignore[arg-type]  # of which it reads two fields
