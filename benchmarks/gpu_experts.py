@@ -31,7 +31,7 @@ from megafp8.kernels.rounding import format_spec
 from megafp8.kernels.routed_rows import RoutedRows, route, values_of_rows
 from megafp8.models import grouped_experts
 from megafp8.quantization import grouped_linear
-from megafp8.recipes.formats import E4M3
+from megafp8.recipes.formats import E4M3, E5M2, Format
 
 CALLS, MICROBATCHES = 8, 8
 
@@ -74,8 +74,9 @@ class Layer:
         weight.main_grad = torch.zeros(sizes, device="cuda")  # type: ignore[attr-defined]
         return weight
 
-    def codes(self) -> grouped_experts.ExpertCodes:
-        return grouped_experts.cast_weights(self.fc1.detach(), self.fc2.detach(), format_spec(E4M3))
+    def codes(self, gradients: Format = E4M3) -> grouped_experts.ExpertCodes:
+        specs = format_spec(E4M3), format_spec(gradients)
+        return grouped_experts.cast_weights(self.fc1.detach(), self.fc2.detach(), specs[0], gradient_spec=specs[1])
 
     def ours(self, codes: Optional[grouped_experts.ExpertCodes], with_routing: bool = True) -> Tensor:
         """One forward and backward pass."""
@@ -170,12 +171,13 @@ def captured(call: Callable[[], Any]) -> Callable[[], None]:
 
 def modes_of(layer: Layer, peers: Sequence[str]) -> dict[str, Callable[[], Any]]:
     """A call is one microbatch; the first of 8 casts the weights."""
-    weights = layer.codes()
+    weights, hybrid = layer.codes(), layer.codes(E5M2)
     modes: dict[str, Callable[[], Any]] = {
         "bf16": lambda: layer.ours(None),
         "bf16 graph": captured(lambda: layer.ours(None)),
         "fp8": lambda: layer.ours(weights),
         "fp8 graph": captured(lambda: layer.ours(weights)),
+        "hybrid graph": captured(lambda: layer.ours(hybrid)),
         "cast of weights": layer.codes,
     }
     for recipe in peers:

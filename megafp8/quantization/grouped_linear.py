@@ -60,9 +60,10 @@ def _repeated(scale_inv: Tensor, times: int) -> Tensor:
 
 def fp8_fprop(inputs: Codes, weights: Codes, rows: RoutedRows, is_fast: bool = True) -> Tensor:
     """`fprop` of codes, BF16."""
+    weight_scales = _repeated(_scales(weights), weights.rows.shape[1])
     return torch._scaled_grouped_mm(
-        _fp8(inputs.rows), _fp8(weights.rows).transpose(1, 2), _row_scales(inputs, rows),
-        _repeated(_scales(weights), weights.rows.shape[1]), offs=rows.ends, out_dtype=torch.bfloat16, use_fast_accum=is_fast,
+        _fp8(inputs.rows), _fp8(weights.rows).transpose(1, 2), _row_scales(inputs, rows), weight_scales,
+        offs=rows.ends, out_dtype=torch.bfloat16, use_fast_accum=is_fast,
     )  # fmt: skip
 
 
@@ -70,8 +71,8 @@ def fp8_dgrad(grad_output: Codes, weights: Codes, rows: RoutedRows, is_fast: boo
     """`dgrad` of codes, BF16."""
     columns, scales, dtype = weights.transposed
     if grad_output.dtype != dtype:
-        fp8, row_scales = grad_output.rows.view(grad_output.dtype), _scales(grad_output)
-        return expert_dgrad.dgrad(fp8, row_scales, weights.transposed, rows, is_fast=is_fast)
+        fp8, scale_inv = grad_output.rows.view(grad_output.dtype), _scales(grad_output)
+        return expert_dgrad.dgrad(fp8, scale_inv, weights.transposed, rows, is_fast=is_fast)
     return torch._scaled_grouped_mm(
         _fp8(grad_output.rows), _fp8(columns).transpose(1, 2), _row_scales(grad_output, rows),
         _repeated(scales, columns.shape[1]), offs=rows.ends, out_dtype=torch.bfloat16, use_fast_accum=is_fast,

@@ -31,7 +31,7 @@ from megafp8.training.run import Run
 
 pytestmark = pytest.mark.skipif(not IS_INTERPRETED, reason="ranks on a CPU")
 
-CODES = "--moe-dispatch-in-fp8"
+CODES, HYBRID = "--moe-dispatch-in-fp8", "--fp8-format hybrid"
 States = dict[str, Tensor]
 
 
@@ -68,17 +68,19 @@ def trained(flags: str, world_size: int, is_stacked: bool, num_steps: int = 3) -
     return curve, fingerprint(weights(run)), states_of(run)
 
 
-@pytest.mark.parametrize(("world_size", "flags"), [(1, ""), (2, EP2)])
+@pytest.mark.parametrize(("world_size", "flags"), [(1, ""), (1, HYBRID), (2, EP2)])
 def test_scales_are_those_of_emulated_linears(world_size: int, flags: str) -> None:
     """Those of weights, and of the tokens of the first layer, to the bit. The others follow from results that the
     kernels do not round to BF16 before the cast."""
     stacked, linears = (run_ranks(world_size, trained, flags, world_size, each, 1) for each in (True, False))
+    # E5M2 has one bit less than E4M3: rounding differs by twice as much.
+    bound = 0.2 if flags == HYBRID else 0.1
     for (curve, _, found), (plain_curve, _, expected) in zip(stacked, linears, strict=True):
         assert curve.losses == pytest.approx(plain_curve.losses, rel=1e-2)
         assert found.keys() == expected.keys() and len(found) == 2 * 2 * 2 * 4 // world_size
         for name, state in found.items():
             assert state.dtype == torch.float32 and (state[-1] > 0).all()
-            torch.testing.assert_close(state, expected[name], rtol=0.1, atol=0, msg=name)
+            torch.testing.assert_close(state, expected[name], rtol=bound, atol=0, msg=name)
             exact = [0, 1] if name.startswith("0.linear_fc1") else [1]
             assert torch.equal(state[..., exact], expected[name][..., exact]), name
 

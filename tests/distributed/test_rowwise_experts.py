@@ -52,7 +52,7 @@ def trained(flags: str, world_size: int, is_stacked: bool) -> Curve:
     return Curve(first.losses + second.losses, first.grad_norms + second.grad_norms)
 
 
-@pytest.mark.parametrize(("world_size", "flags"), [(1, ""), (2, EP2)])
+@pytest.mark.parametrize(("world_size", "flags"), [(1, ""), (1, "--fp8-format hybrid"), (2, EP2)])
 def test_a_run_is_that_of_emulated_linears(world_size: int, flags: str) -> None:
     stacked, linears = (run_ranks(world_size, trained, flags, world_size, each) for each in (True, False))
     for found, expected in zip(stacked, linears, strict=True):

@@ -40,20 +40,25 @@ RECIPES = {
     "bf16": "",
     "tensorwise": "--fp8-format e4m3 --fp8-recipe tensorwise",
     "delayed": "--fp8-format e4m3 --fp8-recipe delayed --fp8-amax-history-len 4 --fp8-amax-compute-algo max",
+    "tensorwise hybrid": "--fp8-format hybrid --fp8-recipe tensorwise",
+    "delayed hybrid": "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 4 --fp8-amax-compute-algo max",
 }
 GRAPH = "--cuda-graph-impl local --cuda-graph-warmup-steps 2"
 STEPS = 4
 # Relative difference of losses: two roundings of one training.
-CLOSE = {"bf16": 1e-3, "tensorwise": 5e-3, "delayed": 5e-3}
-ROWWISE = (
-    f"--fp8-format e4m3 --fp8-recipe rowwise {EXPERTS.replace('transformer_engine', 'emulated')} --cuda-graph-impl none"
-)
+CLOSE = dict.fromkeys(RECIPES, 5e-3) | {"bf16": 1e-3}
+ROWWISE = {
+    "rowwise": "--fp8-format e4m3 --fp8-recipe rowwise",
+    "rowwise hybrid": "--fp8-format hybrid --fp8-recipe rowwise",
+}
 each_recipe = pytest.mark.parametrize("recipe", RECIPES)
 
 
-def flags_of(recipe: str, kernels: str = "triton") -> str:
-    chosen = ROWWISE if recipe == "rowwise" else f"{RECIPES[recipe]} {EXPERTS}"
-    return f"{chosen} --moe-expert-kernels {kernels}"
+def flags_of(recipe: str, kernels: str = "triton", is_emulated: bool = False) -> str:
+    chosen = f"{(RECIPES | ROWWISE)[recipe]} {EXPERTS} --moe-expert-kernels {kernels}"
+    if is_emulated or recipe in ROWWISE:
+        return f"{chosen.replace('transformer_engine', 'emulated')} --cuda-graph-impl none"
+    return chosen
 
 
 curve = functools.partial(gpu_curve, num_steps=STEPS)
@@ -67,9 +72,10 @@ def test_they_train_as_those_of_transformer_engine(recipe: str) -> None:
     assert ours.grad_norms[0] == pytest.approx(theirs.grad_norms[0], rel=2e-2)
 
 
-def test_rowwise_experts_train_as_emulated_linears() -> None:
-    ours, theirs = curve(flags_of("rowwise")), curve(flags_of("rowwise", "te"))
-    print(f"\nrowwise: {ours.losses} {theirs.losses}, norms {ours.grad_norms} {theirs.grad_norms}")
+@pytest.mark.parametrize("recipe", [*ROWWISE, "tensorwise hybrid", "delayed hybrid"])
+def test_they_train_as_emulated_linears(recipe: str) -> None:
+    ours, theirs = (curve(flags_of(recipe, kernels, is_emulated=True)) for kernels in ("triton", "te"))
+    print(f"\n{recipe}: {ours.losses} {theirs.losses}, norms {ours.grad_norms} {theirs.grad_norms}")
     assert gap(ours, theirs) < CLOSE["tensorwise"]
     assert ours.grad_norms[0] == pytest.approx(theirs.grad_norms[0], rel=2e-2)
 

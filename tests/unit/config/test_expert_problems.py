@@ -14,9 +14,7 @@ from megafp8.device.layer_support import expert_launch_warnings
 DELAYED, HYBRID = "--fp8-format e4m3 --fp8-recipe delayed", "--fp8-format hybrid --fp8-recipe delayed"
 ROWWISE = "--fp8-format e4m3 --fp8-recipe rowwise"
 TRITON = "--moe-expert-kernels triton"
-OTHERS = [
-    "experts in another precision than BF16 or tensorwise e4m3/hybrid, delayed e4m3/hybrid, rowwise e4m3/hybrid"
-]
+OTHERS = ["experts in another precision than BF16 or tensorwise e4m3/hybrid, delayed e4m3/hybrid, rowwise e4m3/hybrid"]
 BLOCKWISE = "--fp8-format e4m3 --fp8-recipe blockwise"
 
 
