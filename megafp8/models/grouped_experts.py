@@ -115,8 +115,7 @@ def add_wgrad(
         is_fast: FP8 products may be added with fewer bits.
     """
     main_grad = getattr(weight, "main_grad", None)
-    is_fp8 = isinstance(grad_output, ColumnCodes) and isinstance(inputs, ColumnCodes)
-    if main_grad is not None and (is_fast or (is_fp8 and grad_output.dtype != inputs.dtype)):
+    if main_grad is not None and (is_fast or grad_output.dtype != inputs.dtype):
         # In the first microbatch of a step the buffer still has the gradients of the last one (`WgradOverwrite`).
         is_overwritten = getattr(main_grad, "is_overwritten", False)
         expert_wgrad.add_wgrad(main_grad, grad_output, inputs, rows, is_fast=is_fast, is_overwritten=is_overwritten)

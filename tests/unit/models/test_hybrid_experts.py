@@ -93,8 +93,8 @@ def test_gradients_are_e5m2_in_dgrad_and_wgrad(recipe: str, monkeypatch: pytest.
     inputs, grad = drawn(TOKENS, HIDDEN, seed=3).requires_grad_(), drawn(TOKENS, HIDDEN, seed=4)
     specs = format_spec(E4M3), format_spec(E5M2)
     codes = cast_weights(fc1.detach(), fc2.detach(), specs[0], gradient_spec=specs[1], is_rowwise=recipe == "rowwise")
-    known = [torch.full((EXPERTS,), scale, device=DEVICE) for scale in (64.0, 64.0, 4096.0, 4096.0)]
-    scales = ExpertScales(*(DelayedScale(scale, None) for scale in known)) if recipe == "delayed" else ExpertScales()
+    inner, outer = (DelayedScale(torch.full((EXPERTS,), scale, device=DEVICE), None) for scale in (64.0, 4096.0))
+    scales = ExpertScales(inner, inner, outer, outer) if recipe == "delayed" else ExpertScales()
     experts(inputs, scores * chosen, fc1, fc2, chosen, rows, codes, scales=scales).backward(grad)
 
     rule = registry.get(recipe).rules("hybrid").rule(Operand.GRAD_OUTPUT, Gemm.DGRAD)
