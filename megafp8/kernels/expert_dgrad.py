@@ -13,11 +13,14 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megafp8.kernels.expert_scales import ColumnCodes
-from megafp8.kernels.expert_wgrad import GROUP_SIZE_M, MANY_ROWS, PRECISE_TILE, Tile
+from megafp8.kernels.expert_wgrad import GROUP_SIZE_M, PRECISE_TILE, Tile
 from megafp8.kernels.routed_rows import RoutedRows
 
-TILES = Tile(128, 128, 128, 4, 3), Tile(128, 256, 128, 8, 4)
-"""For few and for many rows of an expert."""
+LONG_SUM = 4096
+"""From so many products in a sum on, large tiles pay: they read each operand less often. In shorter sums storing the
+results takes a larger part, and two small programs of a multiprocessor hide it from each other."""
+TILES = Tile(128, 128, 128, 4, 3), Tile(128, 256, 128, 8, 3)
+"""For short and for long sums."""
 
 
 @triton.jit
@@ -26,39 +29,42 @@ def _dgrad_kernel(
     EXPERTS: tl.constexpr, IS_ROWWISE: tl.constexpr, MAX_IMPRECISE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_SIZE_M: tl.constexpr,
 ):  # fmt: skip
-    # A program computes one tile [BLOCK_M, BLOCK_N] of one expert's rows. Where an expert's tiles begin follows from
-    # the end of its rows alone, without a sum over the experts before it: up to expert e there are at most
-    # ends[e] // BLOCK_M + e + 1 tiles of rows, which is the number of places that they get.
+    # The numbers of tiles of all experts are computed once in each program, which then takes every n-th tile [BLOCK_M,
+    # BLOCK_N]. Experts are the slowest index, so that tiles that are computed at the same time share their operands.
     num_blocks_n = tl.cdiv(W, BLOCK_N)
     each = tl.arange(0, EXPERTS)
-    places = tl.load(ends + each, mask=each < NUM_EXPERTS, other=1 << 30) // BLOCK_M + each + 1
-    expert = tl.sum((places <= tl.program_id(0) // num_blocks_n).to(tl.int32))
-    if expert >= NUM_EXPERTS:
-        return
-    start, end = tl.load(ends + expert - 1, mask=expert > 0, other=0), tl.load(ends + expert)
-    num_blocks_m = tl.cdiv(end - start, BLOCK_M)
-    tile = tl.program_id(0) - (start // BLOCK_M + expert) * num_blocks_n
-    if tile >= num_blocks_m * num_blocks_n:  # a place without a tile, at most one for each expert
-        return
-    # Grouped order, see `expert_wgrad.py`.
-    first = tile // (GROUP_SIZE_M * num_blocks_n) * GROUP_SIZE_M
-    in_group = min(num_blocks_m - first, GROUP_SIZE_M)
-    row = start + (first + tile % (GROUP_SIZE_M * num_blocks_n) % in_group) * BLOCK_M
-    w = tile % (GROUP_SIZE_M * num_blocks_n) // in_group * BLOCK_N
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for n in tl.range(0, N, BLOCK_K):
-        # Rows of the next expert, and weights past W, are multiplied as they are and not stored.
-        a, b = grad_output.load([row, n]), weights.load([expert * W + w, n])
-        total = tl.dot(a, b.T, total, max_num_imprecise_acc=MAX_IMPRECISE)
-    rows, columns = row + tl.arange(0, BLOCK_M), w + tl.arange(0, BLOCK_N)
-    if IS_ROWWISE:
-        total *= tl.load(grad_output_scale + rows, mask=rows < end)[:, None]
-        total *= tl.load(weights_scale + expert * W + columns, mask=columns < W)[None, :]
-    else:
-        total *= tl.load(grad_output_scale + expert) * tl.load(weights_scale + expert)
-    # int64: R x W may exceed 2^31.
-    target = results + rows.to(tl.int64)[:, None] * W + columns[None, :]
-    tl.store(target, total.to(tl.bfloat16), mask=(rows < end)[:, None] & (columns < W)[None, :])
+    is_expert = each < NUM_EXPERTS
+    all_ends = tl.load(ends + each, mask=is_expert, other=0)
+    starts = tl.load(ends + each - 1, mask=is_expert & (each > 0), other=0)
+    blocks = tl.where(is_expert, tl.cdiv(all_ends - starts, BLOCK_M), 0)
+    behind = tl.cumsum(blocks)
+    # Flattened, the loads of a tile begin while the results of the last one are stored.
+    for number in tl.range(tl.program_id(0), tl.sum(blocks) * num_blocks_n, tl.num_programs(0), flatten=True):
+        # The experts before that of the tile, whose rows end where those of the tile's expert begin.
+        is_before = (behind <= number // num_blocks_n) & is_expert
+        expert = tl.sum(is_before.to(tl.int32))
+        start = tl.max(tl.where(is_before, all_ends, 0))
+        end = tl.sum(tl.where(each == expert, all_ends, 0))
+        # Grouped order, see `expert_wgrad.py`.
+        tile = number - tl.sum(tl.where(is_before, blocks, 0)) * num_blocks_n
+        first = tile // (GROUP_SIZE_M * num_blocks_n) * GROUP_SIZE_M
+        in_group = min(tl.cdiv(end - start, BLOCK_M) - first, GROUP_SIZE_M)
+        row = start + (first + tile % (GROUP_SIZE_M * num_blocks_n) % in_group) * BLOCK_M
+        w = tile % (GROUP_SIZE_M * num_blocks_n) // in_group * BLOCK_N
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for n in tl.range(0, N, BLOCK_K):
+            # Rows of the next expert, and weights past W, are multiplied as they are and not stored.
+            a, b = grad_output.load([row, n]), weights.load([expert * W + w, n])
+            total = tl.dot(a, b.T, total, max_num_imprecise_acc=MAX_IMPRECISE)
+        rows, columns = row + tl.arange(0, BLOCK_M), w + tl.arange(0, BLOCK_N)
+        if IS_ROWWISE:
+            total *= tl.load(grad_output_scale + rows, mask=rows < end)[:, None]
+            total *= tl.load(weights_scale + expert * W + columns, mask=columns < W)[None, :]
+        else:
+            total *= tl.load(grad_output_scale + expert) * tl.load(weights_scale + expert)
+        # int64: R x W may exceed 2^31.
+        target = results + rows.to(tl.int64)[:, None] * W + columns[None, :]
+        tl.store(target, total.to(tl.bfloat16), mask=(rows < end)[:, None] & (columns < W)[None, :])
 
 
 def dgrad(
@@ -73,13 +79,10 @@ def dgrad(
         rows: of the experts.
         is_fast: products may be added with fewer bits.
     """
-    num_rows, (num_experts, width, num_outputs) = len(grad_output), weights.codes.shape
-    # By the worst case of rows: how many an expert has is not known on the host.
-    tile = TILES[num_rows >= MANY_ROWS * num_experts] if is_fast else PRECISE_TILE
-    results = grad_output.new_empty(num_rows, width, dtype=torch.bfloat16)
-    # At most as many tiles of rows as places, see the kernel.
-    grid = ((num_rows // tile.block_m + num_experts) * triton.cdiv(width, tile.block_n),)
-    _dgrad_kernel[grid](
+    num_experts, width, num_outputs = weights.codes.shape
+    tile = TILES[num_outputs >= LONG_SUM] if is_fast else PRECISE_TILE
+    results = grad_output.new_empty(len(grad_output), width, dtype=torch.bfloat16)
+    _dgrad_kernel[(num_programs(tile, grad_output.device),)](
         TensorDescriptor.from_tensor(grad_output, [tile.block_m, tile.block_k]),
         TensorDescriptor.from_tensor(weights.fp8.view(-1, num_outputs), [tile.block_n, tile.block_k]),
         scale_inv, weights.scale_inv, rows.ends, results, num_outputs, width, num_experts,
@@ -88,3 +91,10 @@ def dgrad(
         BLOCK_K=tile.block_k, GROUP_SIZE_M=GROUP_SIZE_M, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return results
+
+
+def num_programs(tile: Tile, device: torch.device) -> int:
+    """Programs that a GPU runs at the same time: eight warps on each multiprocessor."""
+    if device.type != "cuda":  # Triton's interpreter, which runs one after the other
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count * 8 // tile.warps
