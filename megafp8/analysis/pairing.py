@@ -294,7 +294,8 @@ def _stage_facts(info: RunRecord) -> dict[str, str]:
     if "data_path" in data:
         is_separate = any(data.get(f"{part}_data_path") for part in ("train", "valid", "test"))
         shards = data.get("train_data_path") or data["data_path"] or ()
-        facts["training data"] = "mock data" if data.get("mock_data") else _blend_text(shards)
+        phases = ", then ".join(data.get("data_phases") or ())
+        facts["training data"] = "mock data" if data.get("mock_data") else phases or _blend_text(shards)
         facts["split"] = "none" if is_separate else _split_text(data.get("split") or DEFAULT_SPLIT)
         facts["validation data"] = _blend_text(data.get("valid_data_path") or ()) if is_separate else "of the split"
     if "seq_length" in data:

@@ -25,6 +25,7 @@ from megafp8.analysis.plotting import (
     INK,
     LIMIT_COLOR,
     PAGE_STYLE,
+    mark,
     new_figure,
     plot_style,
     save_figure,
@@ -169,6 +170,7 @@ def plot_validation(recipes: Sequence[DrawnRecipe], *, confidence: float) -> Opt
     losses = _run_curves(recipes, seed_statistics.validation_losses)
     figure = _plot_with_gaps(losses, gaps, "validation loss (nats)", marker="o")
     if figure is not None:
+        _mark_phases(figure.axes[0], recipes)
         _add_perplexity(figure.axes[0])
     return figure
 
@@ -193,9 +195,11 @@ def plot_training(recipes: Sequence[DrawnRecipe]) -> Optional[Figure]:
     None if no run has steps.
     """
     losses = _run_curves(recipes, _smoothed_loss)
-    return _plot_with_gaps(
-        losses, _curves(_without_baseline(recipes), seed_statistics.smoothed_gap), "training loss (nats)"
-    )
+    gaps = _curves(_without_baseline(recipes), seed_statistics.smoothed_gap)
+    figure = _plot_with_gaps(losses, gaps, "training loss (nats)")
+    if figure is not None:
+        _mark_phases(figure.axes[0], recipes)
+    return figure
 
 
 @plot_style(PAGE_STYLE)
@@ -328,6 +332,12 @@ def _draw(axes: Axes, curves: Curves, *, marker: str = "") -> None:
                   label=recipe.name)  # fmt: skip
 
 
+def _mark_phases(axes: Axes, recipes: Sequence[DrawnRecipe]) -> None:
+    """Mark where a phase of data began, with its name, in the first run."""
+    for name, tokens in recipes[0].runs[0].data_phases.items():
+        mark(axes, f"data: {name}", tokens, INK)
+
+
 def thinned(curve: Curve) -> Curve:
     """Every n-th point of a curve, at most `MAX_POINTS`, with the last one."""
     stride = max(1, math.ceil(len(curve.x) / MAX_POINTS))
@@ -413,6 +423,7 @@ def plot_loss_curves(recipes: Sequence[DrawnRecipe], output: Path, title: str) -
         above.plot(*seed_statistics.validation_losses(recipe.runs[0]), **_marker(recipe))
     _draw_losses(above, _run_curves(recipes, _smoothed_loss), "loss (nats per token)")
     above.plot([], [], "o", color=GRAY, label="markers and numbers: validation")
+    _mark_phases(above, recipes)
     above.set_title(title, pad=12)
     above.legend(loc="upper right")
     for axes in below:

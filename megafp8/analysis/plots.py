@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Union
 
-from megafp8.analysis.plotting import COLORS, GRAY, new_figure, plot_style, save_figure, use_si_prefixes
+from megafp8.analysis.plotting import COLORS, GRAY, mark, new_figure, plot_style, save_figure, use_si_prefixes
 from megafp8.errors import DataError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FRAME_COLOR = "#adb5bd"
 SECOND_COLOR, FIRST_COLOR = COLORS[:2]
 
 
@@ -46,12 +45,11 @@ def plot_schedule(
     top, bottom = panels[0], panels[-1]
     for (name, values), color in zip(rates.items(), (FIRST_COLOR, SECOND_COLOR), strict=False):
         top.plot(steps, values, color=color, linewidth=2.2, label=name)
+    names: dict[float, list[str]] = {}
     for name, step in marks.items():
-        top.axvline(step, color=FRAME_COLOR, linewidth=1, linestyle=(0, (4, 3)))
-        top.annotate(
-            name, (step, 0.03), (3, 0), xycoords=("data", "axes fraction"), textcoords="offset points", rotation=90,
-            va="bottom", fontsize=9, color="#495057",
-        )  # fmt: skip
+        names.setdefault(step, []).append(name)
+    for step, together in names.items():
+        mark(top, ", ".join(together), step)
     top.set_ylabel("learning rate")
     top.set_ylim(bottom=0)
     top.set_title(title)

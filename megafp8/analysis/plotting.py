@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Optional, Union
 from megafp8.utils.files import atomic_write
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
@@ -60,6 +61,15 @@ def save_figure(figure: Figure, path: Union[str, Path]) -> Path:
     with atomic_write(path) as stream:
         figure.savefig(stream, format=path.suffix[1:])
     return path
+
+
+def mark(axes: Axes, name: str, x: float, color: str = "#495057") -> None:
+    """Mark a place on the x axis with a dashed line and its name."""
+    axes.axvline(x, color="#adb5bd", linewidth=1, linestyle=(0, (4, 3)))
+    axes.annotate(
+        name, (x, 0.03), (3, 0), xycoords=("data", "axes fraction"), textcoords="offset points", rotation=90,
+        va="bottom", fontsize=9, color=color,
+    )  # fmt: skip
 
 
 def take_names_literally(figure: Figure) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Optional, Union
 
 import numpy as np
 
+from megafp8.config.data_phases import EVENT
 from megafp8.config.derived import split_shares
 from megafp8.errors import DataError, NumericsError
 from megafp8.metrics.records import (
@@ -65,6 +66,13 @@ class LoadedRun:
     def last_validation(self) -> Optional[EvalRecord]:
         """None if the run was not validated yet."""
         return next(reversed(self.evals_of("valid")), None)
+
+    @property
+    def data_phases(self) -> dict[str, int]:
+        """Training tokens after the step in which each phase of data but the first began, by the phase's name."""
+        tokens = {record.step: record.consumed_tokens for record in self.steps}
+        names = {event.detail.partition(",")[0]: event.step for event in self.events if event.name == EVENT}
+        return {name: tokens[step] for name, step in list(names.items())[1:] if step in tokens}
 
     @property
     def memory_peak_bytes(self) -> Optional[int]:
@@ -204,8 +212,9 @@ def _fix_without_validation(config: dict[str, Any]) -> str:
     training, data = config.get("training", {}), config.get("data", {})
     if training.get("eval_iters") == 0:
         return "its --eval-iters 0 is no validation: train with --eval-iters above 0"
-    if data.get("train_data_path") and not data.get("valid_data_path"):
-        return "it had --train-data-path alone: train with --valid-data-path, too"
+    for name, fix in (("train_data_path", "--valid-data-path"), ("data_phases", "--valid-data-path or --data-path")):
+        if data.get(name) and not (data.get("valid_data_path") or data.get("data_path")):
+            return f"it had --{name.replace('_', '-')} alone: train with {fix}, too"
     split = data.get("split")
     if split and not data.get("mock_data") and not any(split_shares(split)[1:2]):
         return f"its --split {split} holds nothing out: train with a second part above 0"

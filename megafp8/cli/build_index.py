@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 
 from megafp8.cli.common import build_command_parser, install_patches, returns_exit_status
 from megafp8.config import flags, iterations
+from megafp8.config.data_phases import first_samples
 from megafp8.config.help import complete_text
 from megafp8.config.rules import batch, data, paths, training
 from megafp8.config.rules.base import rules_of
@@ -68,7 +69,10 @@ def build(config: RunConfig, world_size: int) -> None:
     from megafp8.data.tokenizers.build import build_tokenizer
 
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
-    datasets = build_datasets(config, tokenizer, iterations.dataset_samples(config, world_size), on_progress=log)
+    num_samples, starts = iterations.dataset_samples(config, world_size), first_samples(config, world_size)
+    datasets = build_datasets(config, tokenizer, num_samples, on_progress=log, phase_starts=starts)
+    for phase in datasets[0].datasets if starts else ():
+        log(str(phase))
     built = {split: dataset for split, dataset in zip(SPLITS, datasets, strict=True) if dataset is not None}
     for split, dataset in built.items():
         shards = f"{len(dataset.sources)} shard{'s' if len(dataset.sources) > 1 else ''}"

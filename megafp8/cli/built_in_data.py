@@ -21,7 +21,7 @@ BYTES_PER_TEXT_BYTE = 3.1
 
 def data_flags(folder: Path, data: DataConfig) -> tuple[str, ...]:
     """Flags of the data that `prepare_data` writes below a folder; none if the settings name data."""
-    if data.data_path or data.train_data_path or data.mock_data:
+    if data.data_path or data.train_data_path or data.data_phases or data.mock_data:
         return ()
     return (
         "--tokenizer-type", TOKENIZER, "--data-path", _shard_path(folder), "--split", "90,10,0",

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING
 from megafp8.analysis.plotting import picture_problems
 from megafp8.cli.command_flags import add_flags, path_flag, switch
 from megafp8.cli.common import build_command_parser, install_patches, returns_exit_status
-from megafp8.config import flags, iterations, lr_schedule, rules, topology
-from megafp8.config.rules import batch, declared, optimizer, profile, training
+from megafp8.config import flags, iterations, rules, topology
+from megafp8.config.data_phases import schedule_marks
+from megafp8.config.rules import batch, data, declared, optimizer, profile, training
 from megafp8.config.rules.base import rules_of
 from megafp8.config.rules.setting_warnings import warmup_warnings
 from megafp8.config.schema import RunConfig
@@ -52,27 +53,13 @@ def read_config(words: Sequence[str]) -> tuple[RunConfig, int]:
     parsed, problems = flags.parse_with_problems(words)
     ranks = parsed.world_size or topology.model_parallel_size(parsed.config)
     checks = (declared.numbers_are_in_range, *rules_of(profile, training, batch, optimizer))
+    checks += (data.data_phases_follow_each_other,)
     found = rules.found_by(checks, parsed.config, ranks)
     # A schedule counts samples, not tokens: the sequence length may be left out.
     problems += [text for text in found if not text.startswith("--seq-length is missing")]
     if problems:
         raise ConfigError(problems)
     return parsed.config, ranks
-
-
-def marks_of(config: RunConfig, ranks: int) -> dict[str, float]:
-    """Return the steps within the run at which a phase begins or ends, by its label."""
-    batches, last = iterations.batch_schedule(config, ranks), iterations.train_iters(config, ranks)
-    end = lr_schedule.lr_decay_samples(config, ranks)
-    samples = {"warm-up ends": lr_schedule.lr_warmup_samples(config, ranks), "decay ends": end}
-    decay_samples = lr_schedule.lr_wsd_decay_samples(config, ranks)
-    if decay_samples is not None:
-        samples["decay begins"] = end - decay_samples
-    if config.optimizer.lr_decay_style == "constant":
-        del samples["decay ends"]
-    marks = {name: batches.steps_until(sample) for name, sample in samples.items()}
-    # Step n has the learning rate of the samples of n - 1 steps.
-    return {name: step + 1 for name, step in marks.items() if 0 < step < last}
 
 
 def rows_of(config: RunConfig, ranks: int, marks: dict[str, float]) -> list[int]:
@@ -129,7 +116,7 @@ def main(argv: Sequence[str]) -> int:
 
     for warning in warmup_warnings(config, ranks):
         print(f"notice: {warning}", file=sys.stderr)
-    marks, last = marks_of(config, ranks), iterations.train_iters(config, ranks)
+    marks, last = schedule_marks(config, ranks), iterations.train_iters(config, ranks)
     found = preview_schedule(config, ranks, rows_of(config, ranks, marks))
     if options.json:
         print(json.dumps([dataclasses.asdict(each) for each in found], indent=2))

@@ -38,7 +38,7 @@ def tokenizer_type(data: DataConfig) -> Optional[str]:
 def split(config: RunConfig) -> Optional[str]:
     """Fractions for training, validation and test, for example `969,30,1`; None if each has its own shards."""
     data = config.data
-    if data.train_data_path or data.valid_data_path or data.test_data_path:
+    if data.train_data_path or data.valid_data_path or data.test_data_path or (data.data_phases and not data.data_path):
         return None
     return data.split if data.split is not None else DEFAULT_SPLIT
 

@@ -63,6 +63,9 @@ def merge(
     recipe_of_file, recipe = from_file.pop(RECIPE, None), values.pop(RECIPE, None)
     map_of_file, map_path = from_file.pop(MAP_FILE, None), values.pop(MAP_FILE, None)
     ratio_of_file, ratio = from_file.pop(MIN_LR_RATIO, None), values.pop(MIN_LR_RATIO, None)
+    for source in (from_file, values):
+        if DATA_PHASES in source:
+            source[DATA_PHASES] = _read_data_phases(source[DATA_PHASES], problems)
     named = values.get("model.model_preset")
     if named is not None and any(name.startswith("model.") for name in from_file):
         from_file = {name: value for name, value in from_file.items() if not name.startswith("model.")}
@@ -115,8 +118,20 @@ def _read_precision_map(path: str, problems: list[str]) -> tuple[str, ...]:
         return ()
 
 
+def _read_data_phases(words: tuple[str, ...], problems: list[str]) -> tuple[str, ...]:
+    """The contents of a file of phases; other words, such as those of a run's config.json, are contents already."""
+    from megafp8.config.data_phases import is_file, read_phases  # here, so that --help does not import it
+
+    try:
+        return read_phases(words[0]) if is_file(words) else tuple(words)
+    except ConfigError as error:
+        problems.extend(error.problems)
+        return tuple(words)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 
+DATA_PHASES = "data.data_phases"
 RECIPE, MAP_FILE, MIN_LR_RATIO, MIN_LR = "recipe", "precision_map_file", "min_lr_ratio", "optimizer.min_lr"
 """Options whose values are those of other settings."""
 MODEL_PRESET = "--model-preset"

@@ -53,3 +53,15 @@ def weight_decay_range(optimizer: OptimizerConfig) -> tuple[float, float]:
         return optimizer.weight_decay, optimizer.weight_decay
     assert optimizer.start_weight_decay is not None and optimizer.end_weight_decay is not None
     return optimizer.start_weight_decay, optimizer.end_weight_decay
+
+
+def lr_marks(config: RunConfig, world_size: int) -> dict[str, float]:
+    """Samples at which a phase of the learning rate begins or ends, by its label."""
+    end = lr_decay_samples(config, world_size)
+    samples = {"warm-up ends": lr_warmup_samples(config, world_size), "decay ends": float(end)}
+    decay_samples = lr_wsd_decay_samples(config, world_size)
+    if decay_samples is not None:
+        samples["decay begins"] = end - decay_samples
+    if config.optimizer.lr_decay_style == "constant":
+        del samples["decay ends"]
+    return samples

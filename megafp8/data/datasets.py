@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Optional, TypeVar
 
@@ -26,9 +27,11 @@ from megatron.core.datasets.utils import Split, normalize
 
 from megafp8.config import derived
 from megafp8.config.data_blend import Blend, parse_blend
+from megafp8.config.data_phases import parse_phases
 from megafp8.config.schema import DataConfig, RunConfig
 from megafp8.data.gpt_dataset import EpochsBlend, EpochsConfig, EpochsDataset, MockEpochsDataset
 from megafp8.data.index_cache import IndexCache
+from megafp8.data.phases import concatenate_phases
 from megafp8.data.shard_verification import check_shard, content_key
 from megafp8.data.shards import bin_path
 from megafp8.data.tokenizers.build import Tokenizer
@@ -52,6 +55,7 @@ class SplitPlan:
         blend: its shards.
         bounds: first and last + 1 document of each shard, as fractions of its documents.
         num_samples: number of samples that will be read.
+        phases: of the training data: name, blend and number of samples of each; the blend above then has all shards.
         is_optional: no setting asks for it, so that it is left out if it is too small for one sample.
     """
 
@@ -59,6 +63,7 @@ class SplitPlan:
     blend: Blend
     bounds: tuple[float, float]
     num_samples: int
+    phases: tuple[tuple[str, Blend, int], ...] = ()
     is_optional: bool = False
 
     @property
@@ -86,6 +91,7 @@ def build_datasets(
     num_samples: tuple[int, int, int],
     on_progress: Callable[[str], None] = lambda text: None,
     is_first_of_machine: bool = True,
+    phase_starts: Sequence[int] = (),
 ) -> Datasets:
     """Build the datasets of a run with valid settings. All ranks call it, or one process without ranks.
 
@@ -99,6 +105,7 @@ def build_datasets(
         num_samples: sequences that training, validation and test will read; 0 builds no such dataset.
         on_progress: called on rank 0 with a message about each index that is built, and about a long check of shards.
         is_first_of_machine: this rank is.
+        phase_starts: the first training sample of each phase (`data_phases.first_samples`).
 
     Returns:
         Training, validation and test dataset; None where no samples or no data are asked for. Each holds at least the
@@ -109,6 +116,8 @@ def build_datasets(
         DataError: a shard that is damaged, does not fit the tokenizer, or is too small; a cache that cannot be written.
     """
     plans = _plan_splits(config, num_samples)
+    if phase_starts and num_samples[0]:
+        plans = _plan_phases(config, num_samples[0], phase_starts) + [each for each in plans if each.split.value]
     if not plans:
         return None, None, None
     prefixes = sorted({prefix for plan in plans for prefix in plan.blend.prefixes})
@@ -134,7 +143,7 @@ def _plan_splits(config: RunConfig, num_samples: tuple[int, int, int]) -> list[S
     """The datasets that the settings ask for, with the documents and shards of each."""
     data = config.data
     own_paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
-    if any(own_paths):
+    if not data.mock_data and derived.split(config) is None:
         return [
             SplitPlan(split, parse_blend(words), (0.0, 1.0), count)
             for split, words, count in zip(Split, own_paths, num_samples, strict=True)
@@ -148,6 +157,17 @@ def _plan_splits(config: RunConfig, num_samples: tuple[int, int, int]) -> list[S
         for split, bounds, count in zip(Split, matrix, num_samples, strict=True)
         if bounds is not None and count and blend.prefixes
     ]
+
+
+def _plan_phases(config: RunConfig, num_samples: int, starts: Sequence[int]) -> list[SplitPlan]:
+    """The training data of a run with phases. With `--data-path`, `--split` divides the shards of phases, too."""
+    phases = [(phase.name, parse_blend(phase.words)) for phase in parse_phases(config.data)]
+    sizes = [end - start for start, end in pairwise([*starts, num_samples])]
+    prefixes = dict.fromkeys(prefix for _, blend in phases for prefix in blend.prefixes)
+    split = derived.split(config) or "1"
+    bounds, *_ = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
+    named = tuple((*phase, size) for phase, size in zip(phases, sizes, strict=True))
+    return [SplitPlan(Split.train, Blend(tuple(prefixes), None), bounds, num_samples, named)] if bounds else []
 
 
 def _call_on_rank_zero(function: Callable[[], Result]) -> Result:
@@ -284,17 +304,15 @@ def _suggestion(plan: SplitPlan, config: RunConfig, has_enough_text: bool) -> st
 
 
 def _build_split(plan: SplitPlan, kind: type[EpochsDataset], opened: dict[str, Any], config: EpochsConfig) -> Dataset:
-    """Build the dataset of one split: of its shard, or the blend of its shards."""
+    """Build the dataset of one split: of its phases, of its shard, or the blend of its shards."""
+    if plan.phases:
+        return _build_phases(plan, kind, opened, config)
     blend, total = plan.blend, plan.num_samples
     weights = None if blend.weights is None else normalize(list(blend.weights))
-    counts: list[Optional[int]] = [total]
-    if len(blend.prefixes) > 1:
-        # A blend draws at most one sample more than the shard's fraction; without weights, each shard once.
-        counts = [None] * len(blend.prefixes) if weights is None else [math.ceil(w * total) + 1 for w in weights]
-    datasets = []
-    for prefix, count in zip(blend.prefixes, counts, strict=True):
-        documents = np.arange(*_document_range(plan, opened[prefix]), dtype=np.int32)
-        datasets.append(kind(opened[prefix], prefix, documents, count, plan.split, config))
+    datasets = [
+        _build_shard(plan, prefix, count, kind, opened, config)
+        for prefix, count in zip(blend.prefixes, _most_draws(blend, total), strict=True)
+    ]
     if len(datasets) == 1:
         return datasets[0]
     if weights is None:
@@ -306,6 +324,44 @@ def _build_split(plan: SplitPlan, kind: type[EpochsDataset], opened: dict[str, A
                 "as needed, or train on fewer samples."
             )
     return EpochsBlend(datasets, weights, total, config)
+
+
+def _most_draws(blend: Blend, total: int) -> list[Optional[int]]:
+    """Samples that are drawn from each shard, at most; None: each once."""
+    if len(blend.prefixes) == 1:
+        return [total]
+    if blend.weights is None:
+        return [None] * len(blend.prefixes)
+    # A blend draws at most one sample more than the shard's fraction.
+    return [math.ceil(weight * total) + 1 for weight in normalize(list(blend.weights))]
+
+
+def _build_shard(
+    plan: SplitPlan,
+    prefix: str,
+    count: Optional[int],
+    kind: type[EpochsDataset],
+    opened: dict[str, Any],
+    config: EpochsConfig,
+) -> EpochsDataset:
+    """Build the dataset of a shard's part, of at least `count` samples."""
+    documents = np.arange(*_document_range(plan, opened[prefix]), dtype=np.int32)
+    return kind(opened[prefix], prefix, documents, count, plan.split, config)
+
+
+def _build_phases(plan: SplitPlan, kind: type[EpochsDataset], opened: dict[str, Any], config: EpochsConfig) -> Dataset:
+    """Build the training dataset of a run with phases: each shard once, for all phases that draw from it."""
+    counts = dict.fromkeys(plan.blend.prefixes, 0)
+    for _, blend, size in plan.phases:
+        for prefix, count in zip(blend.prefixes, _most_draws(blend, size), strict=True):
+            assert count is not None  # a rule requires weights
+            counts[prefix] += count
+    shards = {prefix: _build_shard(plan, prefix, count, kind, opened, config) for prefix, count in counts.items()}
+    names, blends, sizes = zip(*plan.phases, strict=True)
+    parts = [
+        ([shards[prefix] for prefix in blend.prefixes], normalize(list(blend.weights or (1.0,)))) for blend in blends
+    ]
+    return concatenate_phases(names, sizes, parts, config)
 
 
 def _cache_folder(config: RunConfig, prefixes: Sequence[str]) -> Path:

@@ -29,6 +29,8 @@ def with_epochs(
         problem = f"{flag} and --train-iters or --train-samples are both given: keep one"
     elif iterations.has_batch_schedule(training):
         problem = f"{flag}: the batch size changes during the run; give --train-samples"
+    elif config.data.data_phases:
+        problem = f"{flag}: phases of data have no epochs; give --train-iters or --train-samples"
     else:
         try:
             samples = samples_of_epoch(config)

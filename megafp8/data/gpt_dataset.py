@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
@@ -66,12 +66,14 @@ class ShardSource:
         content: key of the shard's content.
         documents: first and last + 1 sequence of the shard.
         weight: fraction of the samples; None if it is the only source.
+        first_sample: of the run that may come from it: the start of a phase of `--data-phases`.
     """
 
     shard: str
     content: str
     documents: tuple[int, int]
     weight: Optional[float] = None
+    first_sample: int = 0
 
 
 class EpochsDataset(GPTDataset):
@@ -100,6 +102,11 @@ class EpochsDataset(GPTDataset):
         """The shard that the samples come from."""
         documents = int(self.indices[0]), int(self.indices[-1]) + 1
         return (ShardSource(self.dataset_path, self.config.contents[self.dataset_path], documents),)
+
+    @property
+    def samples_per_epoch(self) -> float:
+        """Samples that the documents fill once."""
+        return self._get_num_tokens_per_epoch() / self.config.sequence_length
 
     def sample_ids(self, indices: np.ndarray) -> np.ndarray:
         """Identify samples: int64 [samples, 3], number of the source, sequence in it, and offset of the start."""
@@ -180,14 +187,7 @@ class EpochsBlend(BlendedDataset):
 
     def sample_ids(self, indices: np.ndarray) -> np.ndarray:
         """Identify samples, see `EpochsDataset.sample_ids`."""
-        chosen, inner = self.dataset_index[indices], self.dataset_sample_index[indices]
-        by_dataset = np.argsort(chosen, kind="stable")
-        numbers, starts = np.unique(chosen[by_dataset], return_index=True)
-        ids = np.empty((len(chosen), 3), np.int64)
-        for number, rows in zip(numbers, np.split(by_dataset, starts)[1:], strict=True):
-            ids[rows] = self.datasets[number].sample_ids(inner[rows])
-            ids[rows, 0] = number
-        return ids
+        return ids_of_draws(self.datasets, self.dataset_index[indices], self.dataset_sample_index[indices])
 
     def _build_indices(self) -> tuple[np.ndarray, np.ndarray]:
         """Return for each sample the number of its dataset, and its number in it; called by megatron-core."""
@@ -202,6 +202,22 @@ class EpochsBlend(BlendedDataset):
         weights = np.array(self.weights)
         helpers.build_blending_indices(datasets, samples, weights, len(weights), self.size, False)
         return {"dataset_index": datasets, "dataset_sample_index": samples}
+
+
+def ids_of_draws(datasets: Sequence[EpochsDataset], chosen: np.ndarray, drawn: np.ndarray) -> np.ndarray:
+    """Identify samples of several datasets, see `EpochsDataset.sample_ids`.
+
+    Args:
+        chosen: dataset of each sample.
+        drawn: number of the sample in it.
+    """
+    by_dataset = np.argsort(chosen, kind="stable")
+    numbers, starts = np.unique(chosen[by_dataset], return_index=True)
+    ids = np.empty((len(chosen), 3), np.int64)
+    for number, rows in zip(numbers, np.split(by_dataset, starts)[1:], strict=True):
+        ids[rows] = datasets[number].sample_ids(drawn[rows])
+        ids[rows, 0] = number
+    return ids
 
 
 class FileStamp(NamedTuple):

@@ -3,12 +3,13 @@
 The hash of the first n samples covers what identifies each of them: the content of its shard, and the document and
 offset at which it starts. It is a chain over blocks of samples,
 
-    chain(0)     = SHA-256(sequence length, keys of the shards' contents)
+    chain(0)     = SHA-256(sequence length, keys of the contents of the first phase's shards)
     chain(b + 1) = SHA-256(chain(b), ids of the samples of block b)
     hash(n)      = SHA-256(chain(n // BLOCK_SAMPLES), ids of the samples after the last complete block)
 
 so it is independent of ranks, microbatches and steps, and updating it costs only the new samples. It depends on
-everything that decides the order (data, split, blend, seed, sequence length), but not on the length of the run.
+everything that decides the order (data, split, blend, seed, sequence length), but not on the length of the run. Shards
+of later phases (`--data-phases`) are in the ids of their samples, so phases that follow may change.
 """
 
 from __future__ import annotations
@@ -61,8 +62,12 @@ class SampleHash:
     sources: tuple[ShardSource, ...]
 
     def plain(self) -> dict[str, Any]:
-        """Return plain values, which `from_plain` takes."""
-        return asdict(self)
+        """Return plain values, which `from_plain` takes. Without phases they are those of versions without phases."""
+        values = asdict(self)
+        for source in values["sources"]:
+            if not source["first_sample"]:
+                del source["first_sample"]
+        return values
 
     @classmethod
     def from_plain(cls, values: dict[str, Any]) -> SampleHash:
@@ -80,10 +85,12 @@ class SampleHash:
         if self.seed != other.seed:
             lines.append(f"--seed: {self.seed} -> {other.seed}")
         if len(self.sources) != len(other.sources):
-            names = (" ".join(source.shard for source in each.sources) for each in (self, other))
+            names = (" ".join(map(_name, each.sources)) for each in (self, other))
             return [*lines, f"shards: {' -> '.join(names)}"]
         for old, new in zip(self.sources, other.sources, strict=True):
             name = new.shard if new.shard == old.shard else f"{old.shard} -> {new.shard}"
+            if old.first_sample != new.first_sample:
+                lines.append(f"shard {name}: from sample {old.first_sample} -> {new.first_sample}")
             if old.content != new.content:
                 lines.append(f"shard {name}: different content")
             if old.weight != new.weight:
@@ -92,6 +99,10 @@ class SampleHash:
                 spans = (f"{first} to {end - 1}" for first, end in (old.documents, new.documents))
                 lines.append(f"shard {name}: documents {' -> '.join(spans)}")
         return lines
+
+
+def _name(source: ShardSource) -> str:
+    return f"{source.shard} (from sample {source.first_sample})" if source.first_sample else source.shard
 
 
 class SampleHashChain:
@@ -105,7 +116,8 @@ class SampleHashChain:
 
     def __init__(self, dataset: IdentifiableDataset, seq_length: int, seed: int):
         self._dataset, self._seq_length, self._seed = dataset, seq_length, seed
-        start = json.dumps([seq_length, *(source.content for source in dataset.sources)])
+        first_phase = [source.content for source in dataset.sources if not source.first_sample]
+        start = json.dumps([seq_length, *first_phase])
         self._start = hashlib.sha256(start.encode()).digest()
         self._num_blocks, self._digest = 0, self._start
 
@@ -129,7 +141,8 @@ class SampleHashChain:
 
     def record(self, num_samples: int) -> SampleHash:
         """Return what a checkpoint keeps after so many samples."""
-        sources = tuple(self._dataset.sources)
+        read = (source for source in self._dataset.sources if source.first_sample < max(1, num_samples))
+        sources = tuple(read)
         return SampleHash(num_samples, self.hash(num_samples), self._seq_length, self._seed, sources)
 
     def _ids(self, start: int, stop: int) -> np.ndarray:

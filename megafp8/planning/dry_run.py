@@ -9,6 +9,7 @@ What needs torch or megatron-core is imported where it is used: planning works w
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, Optional
 from megafp8 import __version__
 from megafp8.config import derived, dimensions, iterations, mixture, model_shapes, multi_token, precision_map, topology
 from megafp8.config.activations import is_gated
+from megafp8.config.data_phases import first_samples, parse_phases, schedule_marks
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.layer_backends import EMULATED, LayerBackend
 from megafp8.config.rules.paths import checkpoints_to_load_are_there
@@ -154,6 +156,7 @@ def describe_run(validated: ValidatedRun) -> DryRun:
         memory_text(config, vocab_size, world_size, implementation, target, saved),
         speed_text(config, target, implementation, vocab_size, world_size) if fits else NO_SPEED,
         data_text(config),
+        *phases_text(config, world_size),
         checkpoints,
         precision_text(config, implementation),
         *([chosen_text(choices)] if choices else []),
@@ -367,6 +370,9 @@ def data_text(config: RunConfig) -> str:
     else:
         paths = {flag: value_of(config, f"data.{flag}") for flag in DATA_PATHS}
         sources = [f"{flag.replace('_', ' ')} {shortened_words(value)}" for flag, value in paths.items() if value]
+    if data.data_phases:
+        held_out = " and ".join(sources) or "nothing (give --data-path or --valid-data-path)"
+        sources = [f"{len(data.data_phases)} phases for training", f"held out from {held_out}"]
     tokenizer = " ".join(filter(None, [derived.tokenizer_type(data), data.tokenizer_model]))
     interval = "" if training.eval_interval is None else f"every {training.eval_interval} steps and "
     size = "" if training.eval_global_batch_size is None else f"of {training.eval_global_batch_size} sequences "
@@ -375,6 +381,22 @@ def data_text(config: RunConfig) -> str:
         else "no validation (--eval-iters 0)"
     )  # fmt: skip
     return section(f"data: {', '.join(sources)}", (f"tokenizer {tokenizer}", validation))
+
+
+def phases_text(config: RunConfig, world_size: int) -> list[str]:
+    """The phases of data and of the learning rate in the order of their steps; nothing without `--data-phases`."""
+    phases = parse_phases(config.data)
+    if not phases:
+        return []
+    blends = {f"data: {phase.name}": shortened_words(phase.words) for phase in phases}
+    starts = dict(zip(blends, first_samples(config, world_size), strict=True))
+    marks = {next(iter(blends)): 1.0} | schedule_marks(config, world_size)
+    found: dict[int, list[str]] = {}
+    for name, step in sorted(marks.items(), key=lambda mark: mark[1]):
+        text = f"{name} from sample {starts[name]:,}: {blends[name]}" if name in blends else name
+        found.setdefault(math.floor(step), []).append(text)
+    lines = [f"step {step:,}: {'; '.join(texts)}" for step, texts in found.items()]
+    return [section("phases of data and of the learning rate", lines)]
 
 
 def checkpoint_text(config: RunConfig, validated: ValidatedRun, vocab_size: int) -> tuple[str, Optional[RunConfig]]:

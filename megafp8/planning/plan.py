@@ -230,7 +230,7 @@ def assumptions(parsed: ParsedArgs, world_size: int) -> dict[str, Any]:
     has_schedule = iterations.has_batch_schedule(config.training)
     if config.training.train_samples is None and not has_schedule:
         values["training.train_iters"] = 1000
-    if not any((config.data.data_path, config.data.train_data_path, config.data.mock_data)):
+    if not any((config.data.data_path, config.data.train_data_path, config.data.data_phases, config.data.mock_data)):
         values |= {"data.mock_data": True, "data.tokenizer_type": "NullTokenizer"}
         if config.model.vocab_size is not None and "model.vocab_size" not in given:
             values["model.vocab_size"] = config.model.vocab_size - 1

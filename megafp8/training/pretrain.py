@@ -145,8 +145,8 @@ def train(run: Run, details: Optional[dict[str, str]] = None) -> Progress:
         check_no_newer_checkpoint(run.config, progress.step)
     run.watchdog.resumed(progress.step, resumes_own_run(run.config))
     total_steps = run.last_step(progress)
-    if rank() == 0 and (line := validation_line(run)):
-        print(line, flush=True)
+    if rank() == 0 and (lines := [*phase_lines(run), *filter(None, [validation_line(run)])]):
+        print("\n".join(lines), flush=True)
     with open_sinks(run, total_steps, run.end_sample(progress)) as sinks:
         sinks.write(run_record(run, progress.step or None))
         events = [("checkpoint", note) for note in notes]
@@ -160,6 +160,11 @@ def train(run: Run, details: Optional[dict[str, str]] = None) -> Progress:
     if rank() == 0 and progress.step >= total_steps:
         print(*next_commands(run.config), sep="", end="", flush=True)
     return progress
+
+
+def phase_lines(run: Run) -> list[str]:
+    """The phases of data with the epochs of each shard, which tell what is read again; none without `--data-phases`."""
+    return list(map(str, run.datasets[0].datasets)) if run.config.data.data_phases and run.datasets[0] else []
 
 
 def validation_line(run: Run) -> str:

@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megafp8.checkpoint.progress import TrainingState
 from megafp8.checkpoint.state_dict import chained_optimizers
 from megafp8.config import derived, dimensions, iterations, multi_token
+from megafp8.config.data_phases import first_samples
 from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.schema import RunConfig
 from megafp8.data.datasets import build_datasets
@@ -69,7 +70,8 @@ def build_training_run(
     datasets: tuple[Any, Any, Any] = (None, None, None)
     if has_data:
         report = print_at_intervals(0.0 if config.logging.verbose else REPORT_INTERVAL_S)
-        datasets = build_datasets(config, tokenizer, num_samples, report, is_first_of_machine=local_rank() == 0)
+        starts = first_samples(config, rank_position.world_size)
+        datasets = build_datasets(config, tokenizer, num_samples, report, local_rank() == 0, starts)
     transformer_config = build_transformer_config(config, implementation, platform.kind == "cuda")
     training_state = build_training_state(
         config, transformer_config, implementation, vocab_size, rank_position.world_size, platform

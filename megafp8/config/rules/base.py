@@ -12,6 +12,7 @@ from typing import Any, Optional, Union
 
 from megafp8.config import iterations, topology
 from megafp8.config.batch_schedule import BatchSchedule
+from megafp8.config.data_phases import parse_phases
 from megafp8.config.features import given_flags
 from megafp8.config.schema import DataConfig, RunConfig
 from megafp8.config.settings import settings_by_name, value_of
@@ -104,12 +105,17 @@ def microbatches(config: RunConfig, world_size: int) -> tuple[int, ...]:
 
 
 def shards_by_flag(data: DataConfig) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """The values of each flag that gives token shards, as a blend of prefixes and weights."""
+    """The values of each flag and data phase that gives token shards, as a blend of prefixes and weights."""
+    try:
+        phases = parse_phases(data)
+    except ConfigError:  # `data_phases_follow_each_other` reports it
+        phases = ()
     return (
         ("--data-path", data.data_path),
         ("--train-data-path", data.train_data_path),
         ("--valid-data-path", data.valid_data_path),
         ("--test-data-path", data.test_data_path),
+        *((phase.flag, phase.words) for phase in phases),
     )
 
 

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 
 from megafp8.config import derived
 from megafp8.config.data_blend import parse_blend
+from megafp8.config.data_phases import FLAG, first_samples, parse_phases
 from megafp8.config.features import given_flags
-from megafp8.config.rules.base import shards_by_flag
+from megafp8.config.rules.base import all_positive, batch_size, shards_by_flag
 from megafp8.config.schema import RunConfig
+from megafp8.errors import ConfigError
 
 _OVERRIDE = re.compile(r"(transformer|ddp|optimizer)\.[A-Za-z_]\w*=.*", re.DOTALL)
 
@@ -17,7 +19,10 @@ _OVERRIDE = re.compile(r"(transformer|ddp|optimizer)\.[A-Za-z_]\w*=.*", re.DOTAL
 def data_has_one_source(config: RunConfig, world_size: int) -> Iterator[str]:
     """Tokens come from shards to split, from shards per split, or are synthetic."""
     given = given_flags(config, ("--data-path", "--train-data-path", "--mock-data"))
-    if not given:
+    phases = config.data.data_phases
+    if phases and (others := [flag for flag in given if flag != "--data-path"]):
+        yield f"{FLAG} and {' and '.join(others)} are given, but training has only one source of data: keep one"
+    if not given and not phases:
         yield (
             "no training data: give --data-path or --train-data-path (shards from megafp8 preprocess), or --mock-data"
         )
@@ -27,7 +32,7 @@ def data_has_one_source(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def evaluation_shards_need_training_shards(config: RunConfig, world_size: int) -> Iterator[str]:
     """Separate shards for validation or testing need separate shards for training."""
-    if not config.data.train_data_path:
+    if not config.data.train_data_path and (config.data.data_path or not config.data.data_phases):
         for flag in given_flags(config, ("--valid-data-path", "--test-data-path")):
             yield f"{flag} needs --train-data-path; to divide one set of shards, use --data-path and --split"
 
@@ -39,6 +44,8 @@ def split_has_three_parts(config: RunConfig, world_size: int) -> Iterator[str]:
         return
     if config.data.train_data_path:
         yield f"--split {split} has no effect with --train-data-path: remove it"
+    elif config.data.data_phases and not config.data.data_path:
+        yield f"--split {split} with {FLAG} divides --data-path and the phases: give --data-path, or remove it"
     try:
         shares = derived.split_shares(split)
     except ValueError:
@@ -58,6 +65,19 @@ def blends_are_pairs(config: RunConfig, world_size: int) -> Iterator[str]:
             parse_blend(words)
         except ValueError as error:
             yield f"{flag} {' '.join(words)}: {error}"
+
+
+def data_phases_follow_each_other(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The phases of data can be read, begin one after the other, and are within the run."""
+    training, size = config.training, batch_size(config, world_size)
+    length = training.train_samples if training.train_iters is None else training.train_iters
+    try:
+        if all_positive(length, size):
+            first_samples(config, world_size)
+        else:
+            parse_phases(config.data)
+    except ConfigError as error:
+        yield from error.problems
 
 
 def tokenizer_has_its_files(config: RunConfig, world_size: int) -> Iterator[str]:

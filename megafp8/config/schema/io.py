@@ -29,6 +29,11 @@ class DataConfig:
     test_data_path: tuple[str, ...] = setting(
         (), "token shards for testing only", many=True, path=True, role=Role.SAMPLES, metavar="PREFIX"
     )
+    data_phases: tuple[str, ...] = setting(
+        (), "YAML file with phases of training data, each a blend and the sample, token or step at which it starts; "
+        "--data-path then gives the validation and test data",
+        many=True, role=Role.LEARNING | Role.SAMPLES, metavar="FILE", megatron=OWN,
+    )
     split: Optional[str] = setting(
         None, "proportions of --data-path for training, validation and test",
         role=Role.LEARNING | Role.SAMPLES, unset="969,30,1", metavar="RATIOS", megatron="ignored with --mock-data",

@@ -6,6 +6,7 @@ from megafp8.training.extension import Extension
 from megafp8.training.extensions.attention_report import AttentionReport
 from megafp8.training.extensions.calibration import AmaxCalibration
 from megafp8.training.extensions.checkpoints import AsyncSaves, Checkpoints
+from megafp8.training.extensions.data_phases import DataPhases
 from megafp8.training.extensions.every_run import GarbageCollection, Heartbeat, StopConditions, Validation
 from megafp8.training.extensions.expert_load import ExpertLoads
 from megafp8.training.extensions.guard import LayerGuard
@@ -26,6 +27,7 @@ def build_extensions() -> list[Extension]:
         PrecisionSchedule(),
         AmaxCalibration(),  # after a change of precision, which may need scales
         StepRecords(),  # the step record is the first of a step
+        DataPhases(),
         ExpertLoads(),
         QuantizationStatistics(),  # after those that write a record of many steps: its own waits for the next step
         LayerGuard(),
