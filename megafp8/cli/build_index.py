@@ -75,7 +75,8 @@ def build(config: RunConfig, world_size: int) -> None:
         log(str(phase))
     built = {split: dataset for split, dataset in zip(SPLITS, datasets, strict=True) if dataset is not None}
     for split, dataset in built.items():
-        shards = f"{len(dataset.sources)} shard{'s' if len(dataset.sources) > 1 else ''}"
+        num_shards = len({source.shard for source in dataset.sources})
+        shards = f"{num_shards} shard{'s' if num_shards > 1 else ''}"
         log(f"{split}: {len(dataset)} samples of {config.data.seq_length} tokens from {shards}")
     for folder in {dataset.config.cache.folder for dataset in built.values()}:
         log(f"the indices in {folder} are complete")

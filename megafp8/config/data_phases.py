@@ -199,12 +199,13 @@ def _read_phase(node: Any, number: int) -> DataPhase:
             raise UnreadableFile(f"phase {number}: {name} is given twice", line=line)
         if any(item.id != "scalar" for item in items) or (value.id == "sequence") > (name == "data_path"):
             raise UnreadableFile(f"phase {number}: {name} must be text, and data_path may be a list", line=line)
-        values[name] = tuple(str(item.value) for item in items)
-    words = values.get("data_path", ())
+        # `data_path: 0.7 A 0.3 B` is as on a command line; a path with blanks is an item of a list.
+        is_line = name == "data_path" and value.id == "scalar"
+        values[name] = tuple(value.value.split()) if is_line else tuple(str(item.value) for item in items)
     if number > 1 and "start" not in values:
         raise UnreadableFile(f"phase {number}: start is missing: write {STARTS}", line=node.start_mark.line + 1)
     return DataPhase(
         name=" ".join(values.get("name", (f"phase{number}",))),
         start=" ".join(values.get("start", (FIRST_START,))),
-        words=tuple(words[0].split()) if len(words) == 1 else words,
+        words=values.get("data_path", ()),
     )
