@@ -109,3 +109,13 @@ def test_a_picture_that_cannot_be_written_is_an_error(tool, tmp_path: Path, caps
     assert tool.main([*RUN, "--output", str(tmp_path / "file" / "x.png")]) == 74
     told = capsys.readouterr().err
     assert "must end in .png, .svg, .pdf" in told and "Traceback" not in told
+
+
+def test_phases_of_data_are_marked_with_those_of_the_rate(tool, tmp_path: Path, capsys) -> None:
+    phases = tmp_path / "phases.yaml"
+    phases.write_text("- data_path: a\n- {name: anneal, start: 80%, data_path: b}\n")
+    assert tool.main([*RUN, *STYLES["WSD"].split(), "--data-phases", str(phases)]) == 0
+    assert "decay begins, data: anneal" in capsys.readouterr().out
+    phases.write_text("- data_path: a\n- {name: anneal, start: 801 samples, data_path: b}\n")
+    assert tool.main([*RUN, "--data-phases", str(phases)]) != 0
+    assert "beyond the run's 800" in capsys.readouterr().err

@@ -247,6 +247,20 @@ def test_dry_run_shows_settings_layout_size_memory_and_precision(capsys) -> None
         assert part in plan, plan
 
 
+def test_dry_run_shows_phases_of_data_with_those_of_the_learning_rate(capsys, tmp_path: Path) -> None:
+    phases = tmp_path / "phases.yaml"
+    phases.write_text("- {name: web, data_path: [7, w, 3, c]}\n- {name: anneal, start: 900 steps, data_path: m}\n")
+    wsd = "--lr-decay-style WSD --lr-wsd-decay-iters 100 --lr-warmup-iters 10"
+    run = TINY.replace("--mock-data", f"--data-phases {phases} {wsd} --target cpu --world-size 1")
+    plan = plan_of(capsys, run)
+    assert "data: 2 phases for training, held out from nothing (give --data-path or --valid-data-path)" in plan
+    lines = plan[plan.index("phases of data and of the learning rate") :].splitlines()[1:4]
+    assert lines == [
+        "  step 1: data: web from sample 0: 7 w 3 c", "  step 11: warm-up ends",
+        "  step 901: decay begins; data: anneal from sample 460,800: m",
+    ]  # fmt: skip
+
+
 def test_dry_run_shows_the_sizes_of_an_automatic_search(capsys) -> None:
     flags = f"{TINY} --micro-batch-size auto --global-batch-size 24 --world-size 2"
     plan = plan_of(capsys, f"{flags} --target h200")

@@ -8,6 +8,7 @@ EXAMPLES = {
     "evaluation_shards_need_training_shards": ({"data.valid_data_path": ("a",)}, 1, "needs --train-data-path"),
     "split_has_three_parts": ({"data.split": "90;10"}, 1, "969,30,1"),
     "blends_are_pairs": ({"data.data_path": ("0.3", "a", "b")}, 1, "must alternate"),
+    "data_phases_follow_each_other": ({"data.data_phases": ("web 5% a",)}, 1, "the first phase starts the run"),
     "tokenizer_has_its_files": ({"data.tokenizer_type": "GPT2BPETokenizer"}, 1, "--vocab-file and --merge-file"),
     "overrides_name_a_field": ({"overrides": ("model.num_layers=3",)}, 1, "transformer.FIELD=VALUE"),
     "second_folder_is_used": (

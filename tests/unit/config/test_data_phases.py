@@ -49,6 +49,16 @@ def test_a_file_becomes_the_setting(tmp_path: Path) -> None:
     assert [(phase.name, phase.start) for phase in phases] == [("phase1", "0%"), ("phase2", "5 samples")]
 
 
+def test_the_example_is_valid() -> None:
+    path = Path(__file__).resolve().parents[3] / "examples" / "data_phases.yaml"
+    phases = parse_phases(config_of(str(path)).data)
+    assert [(phase.name, phase.start) for phase in phases] == [
+        ("web", "0%"),
+        ("code", "900B tokens"),
+        ("anneal", "90%"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("start", "first"),
     [("90%", 720), ("33.3%", 266), ("100 samples", 100), ("1.5K samples", 1500), ("6431 tokens", 200), ("9 steps", 72)],
