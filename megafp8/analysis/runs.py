@@ -69,8 +69,8 @@ class LoadedRun:
 
     @property
     def data_phases(self) -> dict[str, int]:
-        """Training tokens after the step in which each phase of data but the first began, by the phase's name."""
-        tokens = {record.step: record.consumed_tokens for record in self.steps}
+        """Training tokens before the step in which each phase of data but the first began, by the phase's name."""
+        tokens = {record.step + 1: record.consumed_tokens for record in self.steps}
         names = {event.detail.partition(",")[0]: event.step for event in self.events if event.name == EVENT}
         return {name: tokens[step] for name, step in list(names.items())[1:] if step in tokens}
 

@@ -28,6 +28,6 @@ def test_the_training_loss_shows_where_a_phase_of_data_began(write_run) -> None:
         sink.write(EventRecord(step=step, name="data phase", detail=f"{name}, from sample {8 * step}"))
     sink.close()
     run = load_run(folder)
-    assert run.data_phases == {"anneal": 3000}
+    assert run.data_phases == {"anneal": 2000}
     figure = plot_training([DrawnRecipe(name="run", pairs=(Pair(run, run),), color=INK)])
     assert [text.get_text() for text in figure.axes[0].texts] == ["data: anneal"]
