@@ -269,14 +269,24 @@ class GigatokenEncoder:
             self._backend = self._build()
             self._memory_limit = max(self._memory_limit, (_resident_bytes() or 0) + MAX_CACHE_BYTES // 2)
         try:
-            rows = self._backend.encode_batch(list(texts), parallel=False).layout
+            batch = self._backend.encode_batch(list(texts), parallel=False)
+            ids, offsets = _join_rows(batch) if isinstance(batch, list) else _rows_of(batch.layout)
         except BaseException as error:
             if is_library_failure(error):
                 raise EncoderMismatchError(f"it failed: {error}") from error
             raise
-        offsets = np.asarray(rows.offsets.data)
-        ids = np.asarray(rows.content.data)[offsets[0] : offsets[-1]]
         return ids + np.uint32(self._first_id) if self._first_id else ids, np.diff(offsets)
+
+
+def _rows_of(layout: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The ids of all texts, and where each text begins and the last one ends."""
+    offsets = np.asarray(layout.offsets.data)
+    return np.asarray(layout.content.data)[offsets[0] : offsets[-1]], offsets
+
+
+def _join_rows(rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The same of a list of arrays, which gigatoken returns where awkward cannot be imported."""
+    return np.concatenate(rows), np.cumsum([0, *map(len, rows)])
 
 
 def _backend_builder(tokenizer: Tokenizer) -> tuple[Callable[[], Any], int]:

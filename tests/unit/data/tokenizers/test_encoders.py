@@ -154,6 +154,19 @@ def test_merges_do_not_create_control_pieces(tmp_path, tokenizer_config):
     assert not {1, 2} & set(tokenizer.tokenize(text))
 
 
+def test_gigatoken_without_awkward_gives_the_same(bpe, texts, monkeypatch):
+    """It returns a list of arrays then."""
+    encoder = GigatokenEncoder(bpe)
+    backend = encoder._backend
+
+    class WithoutAwkward:
+        def encode_batch(self, batch, parallel):
+            return [np.asarray(row) for row in backend.encode_batch(batch, parallel=parallel)]
+
+    monkeypatch.setattr(encoder, "_backend", WithoutAwkward())
+    assert lists_of(encoder.encode([*texts, ""])) == [*bpe.tokenize_batch(texts), []]
+
+
 def test_gigatoken_accepts_no_texts_and_empty_texts(bpe):
     encoder = GigatokenEncoder(bpe)
     assert [len(array) for array in encoder.encode([])] == [0, 0]
