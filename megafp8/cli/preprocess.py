@@ -4,7 +4,13 @@
         --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model
 
 writes shards/corpus_text_document.bin, .idx and .manifest.json. Repeating the command does nothing; after an
-interruption it resumes. Byte-pair tokenizers are encoded by gigatoken where it gives the same ids (pip install
+interruption it resumes. N machines with one file system divide the work:
+
+    megafp8 preprocess FLAGS --part 1/N                   on each of them, with its number
+    megafp8 preprocess --output-prefix P --show-parts     how far they are
+    megafp8 preprocess FLAGS --merge-parts                at the end: the same shards as from one machine
+
+ Byte-pair tokenizers are encoded by gigatoken where it gives the same ids (pip install
 -e '.[data]'). The first line of output names the encoder. Other flags of Megatron-LM's preprocess_data.py are ignored
 or refused, with the reason.
 """
@@ -18,7 +24,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Optional, Union
 
 from megafp8.cli import common
 from megafp8.cli.command_flags import add_flags, argument, int_flag, switch
@@ -31,6 +37,7 @@ from megafp8.utils.files import path_text
 if TYPE_CHECKING:
     from megafp8.data.preprocessing.plan import PreprocessJob
     from megafp8.data.preprocessing.preprocess import PreprocessSummary
+    from megafp8.data.preprocessing.shares import Share, ShareProgress
 
 # Flags of Megatron's preprocess_data.py that are accepted without effect: type of the value, and why.
 UNNEEDED_FLAGS = {
@@ -51,12 +58,12 @@ SHOWN_SKIPPED = 5
 _RESUMES = "What is done is kept beside the output: the same command resumes."
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(requires_input: bool = True) -> argparse.ArgumentParser:
     """Build the parser; flags have the names of Megatron's preprocess_data.py."""
     parser = common.build_command_parser(__doc__)
     text = parser.add_argument_group("text")
     add_flags(
-        text.add_mutually_exclusive_group(required=True),
+        text.add_mutually_exclusive_group(required=requires_input),
         argument("--input", "files, folders or glob patterns: JSON lines (.jsonl, .json, .ndjson) and plain text "
                  "(.txt), each also with .gz or .zst, and Parquet (.parquet)", nargs="+", type=path_text, default=[],
                  metavar="NAME"),
@@ -91,6 +98,13 @@ def build_parser() -> argparse.ArgumentParser:
         int_flag("--log-interval", "documents between lines of progress outside a terminal (default: a line every 10 "
                  "seconds)", metavar="DOCUMENTS"),
     )  # fmt: skip
+    machines = parser.add_argument_group("several machines", "that see the same files; see docs/data.md")
+    add_flags(
+        machines.add_mutually_exclusive_group(),
+        argument("--part", "make part I of N, numbered from 1, and keep it for --merge-parts", metavar="I/N"),
+        switch("--merge-parts", "make the shards from the parts of all machines"),
+        switch("--show-parts", "print the progress of all parts, and do nothing; needs only --output-prefix"),
+    )  # fmt: skip
     common.add_tokenizer_flags(parser)
     for flag, (kind, _) in UNNEEDED_FLAGS.items():
         options = {"action": "store_true", "default": None} if kind is None else {"type": kind}
@@ -113,6 +127,8 @@ def read_job(options: argparse.Namespace) -> PreprocessJob:
         problems.append(f"--workers {options.workers} is less than 1.")
     if options.max_document_bytes < 1:
         problems.append(f"--max-document-bytes {options.max_document_bytes} is less than 1.")
+    if options.part is not None and read_share(options.part) is None:
+        problems.append(f"--part {options.part}: must be I/N with I from 1 to N, such as 1/8.")
     if problems:
         raise ConfigError(problems)
     tokenizer, vocab_size = common.read_tokenizer_flags(options)
@@ -124,6 +140,15 @@ def read_job(options: argparse.Namespace) -> PreprocessJob:
         append_eod=options.append_eod, skip_bad=options.on_bad_document == "skip", encoder=options.encoder,
         workers=options.workers, overwrite=options.overwrite,
     )  # fmt: skip
+
+
+def read_share(text: str) -> Optional[Share]:
+    """Return the share that --part names; None if it is not one."""
+    from megafp8.data.preprocessing.shares import Share
+
+    found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
+    share = Share(int(found[1]), int(found[2])) if found else None
+    return share if share is not None and 1 <= share.number <= share.count else None
 
 
 def print_summary(summary: PreprocessSummary, output_prefix: str) -> None:
@@ -147,9 +172,12 @@ def print_summary(summary: PreprocessSummary, output_prefix: str) -> None:
 @common.returns_exit_status(prefix="")
 def main(argv: Sequence[str]) -> int:
     """Run the command line and return its exit status."""
-    options = build_parser().parse_args(argv)
-    from megafp8.data.preprocessing.preprocess import preprocess
+    options = build_parser(requires_input="--show-parts" not in argv).parse_args(argv)
+    if options.show_parts:
+        from megafp8.data.preprocessing.shares import describe_progress, read_progress
 
+        print(*describe_progress(read_progress(options.output_prefix)), sep="\n")
+        return 0
     for flag, (_, reason) in UNNEEDED_FLAGS.items():
         if _is_given(options, flag):
             print(f"{flag} has no effect: {reason}", file=sys.stderr)
@@ -157,18 +185,42 @@ def main(argv: Sequence[str]) -> int:
     display = ProgressDisplay(options.log_interval)
     try:
         with contextlib.closing(display):
-            summary = preprocess(read_job(options), display, lambda message: print(message, flush=True))
+            made = _run(options, display)
     except OSError as error:
         print(f"Reading --input or writing --output-prefix failed: {error}\n{_RESUMES}", file=sys.stderr)
         return os.EX_IOERR
     except KeyboardInterrupt:
         print(f"Stopped. {_RESUMES}", file=sys.stderr)
         return common.INTERRUPTED
-    print_summary(summary, options.output_prefix)
+    _print_made(made, options)
     if display.last is not None:
         seconds = time.perf_counter() - start
         print(f"{seconds:.1f} s: {display.speeds(display.last, seconds)}")
     return 0
+
+
+def _run(options: argparse.Namespace, display: ProgressDisplay) -> Union[PreprocessSummary, ShareProgress]:
+    from megafp8.data.preprocessing.preprocess import make_share, merge_shares, preprocess
+
+    def on_message(message: str) -> None:
+        print(message, flush=True)
+
+    job = read_job(options)
+    if options.part is not None and (share := read_share(options.part)) is not None:
+        return make_share(job, share, display, on_message)
+    return merge_shares(job, on_message) if options.merge_parts else preprocess(job, display, on_message)
+
+
+def _print_made(made: Union[PreprocessSummary, ShareProgress], options: argparse.Namespace) -> None:
+    from megafp8.data.preprocessing.preprocess import PreprocessSummary
+
+    if isinstance(made, PreprocessSummary):
+        print_summary(made, options.output_prefix)
+    else:
+        print(
+            f"part {options.part} is complete: {made.num_documents:,} documents, {made.num_tokens:,} tokens. When all "
+            "are, run the same command with --merge-parts in place of --part."
+        )
 
 
 def _is_given(options: argparse.Namespace, flag: str) -> bool:

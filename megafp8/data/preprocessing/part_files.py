@@ -7,6 +7,8 @@
     NAME.skipped      one line of JSON for each skipped record; only where there are any
     NAME.json         the part's record, written last: where it exists, the part is complete
 
+and for each stream whose end was read `NAME.end`, with the number of its parts.
+
 All files are synced before the record is written. A job that is killed at any point, also with its machine, resumes
 from the parts whose files have the hashes of their records.
 """
@@ -21,15 +23,24 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Optional
+from typing import Any, BinaryIO, Optional, Union
 
 import numpy as np
 
 from megafp8.errors import DataError
-from megafp8.utils.files import LIST_BYTES, HashedStream, UnreadableFile, atomic_write_json, file_sha256, sync
+from megafp8.utils.files import (
+    LIST_BYTES,
+    HashedStream,
+    UnreadableFile,
+    atomic_write_json,
+    atomic_write_text,
+    file_sha256,
+    sync,
+)
 from megafp8.utils.strict_json import read_json
 
 LOCK_PATIENCE_S = 30.0
+LOCK, SETUP_LOCK = "lock", "setup"
 
 
 @dataclass(frozen=True)
@@ -62,33 +73,50 @@ class PartFolder:
         dtype: dtype of the token ids.
     """
 
-    def __init__(self, output_prefix: str, num_keys: int, dtype: np.dtype):
+    def __init__(self, output_prefix: str, num_keys: int, dtype: Union[np.dtype, str]):
         self.path = Path(f"{output_prefix}.parts")
         self.num_keys = num_keys
         self.dtype = np.dtype(dtype)
 
-    def lock(self) -> BinaryIO:
+    def lock(self, name: str = LOCK, shared: bool = False, what: str = "Another job is writing to") -> BinaryIO:
         """Lock the folder until the returned file is closed here and in all processes forked from here.
 
+        Args:
+            name: of the lock. `LOCK` is held by all who write parts: shared by the shares of a job, else alone.
+            shared: let others hold it that share it.
+            what: message about the other holder, before the folder.
+
         Raises:
-            DataError: another job holds the lock.
+            DataError: another process holds the lock.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        stream = open(self.path / "lock", "wb", opener=_open_nonblocking)  # noqa: SIM115  it is the lock
+        stream = open(self._lock_path(name), "ab+", opener=_open_nonblocking)  # noqa: SIM115  it is the lock
         deadline = time.monotonic() + LOCK_PATIENCE_S  # a killed job's workers finish their parts first
         while True:
             try:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(stream, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
                 return stream
             except BlockingIOError as error:
                 if time.monotonic() > deadline:
                     stream.close()
-                    raise DataError(
-                        f"Another job is writing to {self.path}. Wait for it, or choose another --output-prefix."
-                    ) from error
+                    raise DataError(f"{what} {self.path}. Wait for it, or choose another --output-prefix.") from error
                 time.sleep(0.1)
             except OSError:  # a file system without locks
                 return stream
+
+    def is_locked(self, name: str) -> bool:
+        """Whether a process holds this lock."""
+        try:
+            with open(self._lock_path(name), "rb", opener=_open_nonblocking) as stream:
+                fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # it was never taken
+            pass
+        return False
+
+    def _lock_path(self, name: str) -> Path:
+        return self.path / (name if name == LOCK else f"{name}.lock")
 
     def load_job(self) -> Optional[dict[str, Any]]:
         """Return what `save_job` saved; None if it is missing or cannot be read."""
@@ -117,16 +145,23 @@ class PartFolder:
         expected = [(tokens * self.dtype.itemsize, record.num_documents * 4) for tokens in record.num_tokens]
         return record if sizes == expected else None
 
-    def drop_damaged(self) -> list[str]:
-        """Delete the records of parts whose files differ from what was written. Returns the names of these parts."""
-        damaged = []
-        for path in sorted(self.path.glob("*.json")):
-            if path.name != "job.json" and not self._is_whole(path.stem):
-                path.unlink()
-                damaged.append(path.stem)
-        return damaged
+    def num_parts(self, stream: str) -> Optional[int]:
+        """Return how many parts a stream has; None before its end was read."""
+        try:
+            return int((self.path / f"{stream}.end").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
 
-    def _is_whole(self, name: str) -> bool:
+    def save_num_parts(self, stream: str, count: int) -> None:
+        """Save how many parts a stream has."""
+        atomic_write_text(self.path / f"{stream}.end", str(count))
+
+    def part_names(self) -> list[str]:
+        """Return the names of the complete parts, in the order of the input."""
+        return sorted(path.stem for path in self.path.glob("*.json") if path.name != "job.json")
+
+    def is_whole(self, name: str) -> bool:
+        """Whether the files of a part have the hashes of its record."""
         record = self.load_record(name)
         try:
             return record is not None and all(
@@ -134,6 +169,10 @@ class PartFolder:
             )
         except OSError:
             return False
+
+    def drop(self, name: str) -> None:
+        """Delete the record of a part."""
+        (self.path / f"{name}.json").unlink()
 
     def token_path(self, name: str, key: int) -> Path:
         """Path of the tokens of a part."""
@@ -149,13 +188,13 @@ class PartFolder:
 
     def holds_parts(self) -> bool:
         """Whether a part is complete."""
-        return any(path.name != "job.json" for path in self.path.glob("*.json"))
+        return bool(self.part_names())
 
     def clear(self) -> None:
         """Delete all parts, the job's description first, so that no partial folder seems valid."""
         (self.path / "job.json").unlink(missing_ok=True)
         for path in self.path.iterdir():
-            if path.name != "lock":
+            if path.name != LOCK and path.suffix != ".lock":
                 path.unlink()
 
     def remove(self) -> None:

@@ -61,7 +61,11 @@ class Stream:
 
     def part_names(self) -> Iterable[str]:
         """Return the names of its parts, in order, without an end."""
-        return (f"{self.name}-{block:06d}" for block in itertools.count())
+        return map(self.part_name, itertools.count())
+
+    def part_name(self, block: int) -> str:
+        """Return the name of the part with the records that end in this block."""
+        return f"{self.name}-{block:06d}"
 
 
 @dataclass(frozen=True)
@@ -77,13 +81,14 @@ Unit = Union[InputPart, Stream]
 InputTask = Union[InputPart, Stripe]
 
 
-def choose_part_bytes(total_bytes: int, wanted_bytes: int) -> int:
+def choose_part_bytes(total_bytes: int, wanted_bytes: int, machines: int = 1) -> int:
     """Return the size of a part: what the encoder wants, within limits on the number of parts.
 
-    A small input has at least 8 parts, so that all workers have work. A large one has at most 4096, so that the folder
-    does not get a million files.
+    A small input has at least 8 parts for each machine, so that all workers have work. A large one has at most 4096, or
+    8 for each machine, so that the folder does not get a million files.
     """
-    return max(min(wanted_bytes, total_bytes // MIN_PARTS), total_bytes // MAX_PARTS, SMALLEST_PART_BYTES)
+    least = MIN_PARTS * machines
+    return max(min(wanted_bytes, total_bytes // least), total_bytes // max(MAX_PARTS, least), SMALLEST_PART_BYTES)
 
 
 def divide(sources: Sequence[InputSource], keys: Sequence[str], part_bytes: int) -> list[Unit]:
@@ -121,13 +126,18 @@ def divide(sources: Sequence[InputSource], keys: Sequence[str], part_bytes: int)
     return units
 
 
-def build_tasks(units: Sequence[Unit], workers: int) -> list[InputTask]:
-    """Return the tasks of the workers. Streams come first, because each takes long, and are striped over the workers
-    that would have none."""
-    streams = [unit for unit in units if isinstance(unit, Stream)]
-    stripes = -(-workers // len(streams)) if streams else 1
+def build_tasks(units: Sequence[Union[Unit, InputTask]], takers: int) -> list[InputTask]:
+    """Return the tasks of some takers, workers or machines. Streams come first, because each takes long, and are
+    striped over the takers that would have none."""
+    streams = [Stripe(unit, 0, 1) if isinstance(unit, Stream) else unit for unit in units]
+    stripes = [stripe for stripe in streams if isinstance(stripe, Stripe)]
+    ways = -(-takers // len(stripes)) if stripes else 1
     return [
-        *(Stripe(stream, number, stripes) for stream in streams for number in range(stripes)),
+        *(
+            Stripe(stripe.stream, stripe.number + stripe.count * way, stripe.count * ways)
+            for stripe in stripes
+            for way in range(ways)
+        ),
         *(unit for unit in units if isinstance(unit, InputPart)),
     ]
 

@@ -74,6 +74,23 @@ class Worker:
         record = self.folder.load_record(name)
         return None if record is None or (record.num_skipped and not self.job.skip_bad) else record
 
+    def load_finished_task(self, task: InputTask) -> Optional[list[tuple[str, Optional[PartRecord]]]]:
+        """Return what the task yields if earlier runs made all of it, else None."""
+        names, end = [task.name] if isinstance(task, InputPart) else [], list[tuple[str, Optional[PartRecord]]]()
+        if isinstance(task, Stripe):
+            count = self.folder.num_parts(task.stream.name)
+            if count is None:
+                return None
+            names = [task.stream.part_name(number) for number in range(task.number, count, task.count)]
+            end = [(task.stream.part_name(count), None)] if count % task.count == task.number else []
+        records = []
+        for name in names:
+            record = self.load_finished(name)
+            if record is None:
+                return None
+            records.append((name, record))
+        return [*records, *end]
+
 
 def _encode_part(worker: Worker, part: InputPart) -> PartRecord:
     starts = {piece.source: piece.start for piece in part.pieces}
@@ -117,6 +134,7 @@ def _encode_stripe(worker: Worker, stripe: Stripe) -> Iterator[tuple[str, Option
         is_own = number % stripe.count == stripe.number
         block = next(blocks, None)
         if block is None:
+            worker.folder.save_num_parts(stream.name, number)
             if is_own:
                 yield name, None
             return
