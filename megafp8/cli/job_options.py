@@ -32,7 +32,8 @@ TEXTS = (
     ("--max-restarts", "N", "maximum number of consecutive restarts without progress in an allocation (default: 3; "
      "no restarts on several machines without Slurm)"),
     ("--max-requeues", "N", "maximum number of requeues (default: 100)"),
-    ("--array-limit", "N", "for job arrays: runs at the same time"),
+    ("--parts", "N", "for preprocessing: parts of the input, each a task of a job array"),
+    ("--array-limit", "N", "for job arrays: runs or parts at the same time"),
     ("--logs", "DIR", "folder for output of the job and its ranks (default: logs/ in --save)"),
     ("--endpoint", "HOST:PORT", "address of the first machine, for several machines without Slurm (megafp8 torchrun)"),
 )  # fmt: skip
@@ -103,11 +104,16 @@ def read_arguments(
 
 
 def check_training(job: Job) -> None:
-    """Check the flags of training before the job is queued.
+    """Check the flags of training or preprocessing before the job is queued.
 
     Raises:
         ConfigError: with all problems. Files are not checked: they may be on the nodes only.
     """
+    if job.preprocess:
+        from megafp8.cli import preprocess
+
+        preprocess.read_job(preprocess.build_parser().parse_args(job.preprocess))
+        return
     problems: list[str] = []
     for words in job.commands:
         parsed, wrong = flags.parse_with_problems(words)

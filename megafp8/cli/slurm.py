@@ -3,6 +3,8 @@
     megafp8 slurm --name first --nodes 4 --time 24:00:00 --partition gpu --dry-run -- FLAGS
     megafp8 slurm JOB.yaml --account mine
 
+A job file with `preprocess` tokenizes text as an array of CPU jobs, and merges the parts in a last one.
+
 FLAGS are those of megafp8 pretrain, with --save and --load on one folder. They come after the job file's, and the last
 one wins. Everything is checked before anything is submitted. The script checks every node, starts one torchrun on
 each, and restarts the run after crashes. Before the time limit and at a preemption the run saves, and the job is
@@ -47,5 +49,8 @@ def main(argv: Sequence[str]) -> int:
         path.write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be written: {error}: choose another --output or --logs") from error
-    print(f"{path}: job {slurm.submit(path)}")
+    number = slurm.submit(path)
+    print(f"{path}: job {number}")
+    if job.preprocess:
+        print(f"merge of the parts: job {slurm.submit_merge(path, number)}, after job {number}")
     return 0

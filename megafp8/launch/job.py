@@ -1,4 +1,4 @@
-"""A training job: its fields, reading and checking a job file."""
+"""A job of training or preprocessing: its fields, reading and checking a job file."""
 
 from __future__ import annotations
 
@@ -41,12 +41,14 @@ _IS_CHECKOUT = (_ROOT / "launcher").is_dir()  # else an installed package, which
 PROJECT = str(_ROOT) if _IS_CHECKOUT else os.getcwd()
 PRETRAIN = "pretrain_gpt.py" if _IS_CHECKOUT else "-m megafp8.cli.pretrain"
 SUPERVISE = "launcher/supervise.py" if _IS_CHECKOUT else "-m megafp8.cli.main supervise"
+PREPROCESS = "-m megafp8.cli.main preprocess"
 CHECK_NODES = "launcher/check_nodes.py" if _IS_CHECKOUT else "-m megafp8.cli.main check-nodes"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A training job. A job file has the same field names; flags may be given as a list or as lines of shell.
+    """A job of training, or of preprocessing. A job file has the same field names; flags may be given as a list or as
+    lines of shell.
 
     Attributes:
         training: flags of `megafp8 pretrain` that all runs share. `--save` and `--load` must name the same folder.
@@ -72,7 +74,9 @@ class Job:
         max_requeues: limit on how often the job is requeued.
         check_nodes: check every node before training.
         runs: additional flags for each run of a job array; empty: a single run.
-        array_limit: runs of the array at a time; None: no limit.
+        preprocess: flags of `megafp8 preprocess`, for a job that makes shards on CPUs in place of training.
+        parts: number of parts of such a job. Each is a task of an array, on one node; a second job merges them.
+        array_limit: runs or parts of the array at a time; None: no limit.
         logs: folder for the job's own output. Default: `logs` in the run's folder; required for an array.
         endpoint: HOST:PORT of the first machine, for several machines without Slurm.
     """
@@ -99,6 +103,8 @@ class Job:
     max_requeues: int = 100
     check_nodes: bool = True
     runs: tuple[tuple[str, ...], ...] = ()
+    preprocess: tuple[str, ...] = ()
+    parts: Optional[int] = None
     array_limit: Optional[int] = None
     logs: Optional[str] = None
     endpoint: Optional[str] = None
@@ -191,7 +197,8 @@ def check_job(job: Job, needs_save: bool = True) -> None:
     problems = [
         f"{name}: {value}: at least {least}"
         for name, least in (("nodes", 1), ("gpus_per_node", 0), ("ranks_per_node", 1), ("cpus_per_node", 1),
-                            ("time_to_save_s", 1), ("max_restarts", 0), ("max_requeues", 0), ("array_limit", 1))
+                            ("time_to_save_s", 1), ("max_restarts", 0), ("max_requeues", 0), ("array_limit", 1),
+                            ("parts", 1))
         if (value := getattr(job, name)) is not None and value < least
     ]  # fmt: skip
     problems += name_problems(job.name)
@@ -200,7 +207,7 @@ def check_job(job: Job, needs_save: bool = True) -> None:
         problems += control_problems(each.name, getattr(job, each.name), allowed="\n\t" if each.name == "setup" else "")
     if job.time is not None and not TIME_LIMIT.fullmatch(job.time):
         problems.append(f"time: {job.time!r}: minutes, HH:MM:SS or D-HH:MM:SS")
-    elif job.time is not None and time_limit_s(job.time) <= reserved_time_s(job):
+    elif job.time is not None and not job.preprocess and time_limit_s(job.time) <= reserved_time_s(job):
         check = fix = ""
         if job.check_nodes:
             check = f", and the node check may take {NODE_CHECK_TIMEOUT_S} s before training starts"
@@ -220,10 +227,22 @@ def check_job(job: Job, needs_save: bool = True) -> None:
         problems.append(f"ranks_per_node: {job.ranks_per_node}, gpus_per_node: {job.gpus_per_node}: must be equal")
     if job.endpoint is not None and not ENDPOINT.fullmatch(job.endpoint):
         problems.append(f"endpoint: {job.endpoint!r}: must be HOST:PORT")
-    if job.array_limit and not job.runs:
-        problems.append(f"array_limit: {job.array_limit}: has no effect without `runs`")
+    if job.array_limit and not job.runs and not job.preprocess:
+        problems.append(f"array_limit: {job.array_limit}: has no effect without `runs` or `preprocess`")
     if job.mounts and not job.container:
         problems.append("mounts: have no effect without a container")
+    problems += _preprocess_problems(job) if job.preprocess else _training_problems(job, needs_save)
+    if (job.runs or job.preprocess) and not job.logs:
+        problems.append("logs: missing; a job array needs a folder for its output")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _training_problems(job: Job, needs_save: bool) -> list[str]:
+    """Problems of the folders of runs, and fields that have no effect on them."""
+    problems = []
+    if job.parts is not None:
+        problems.append(f"parts: {job.parts}: has no effect without `preprocess`")
     saves = [flag_value("--save", words) for words in job.commands]
     for save, words in zip(saves, job.commands, strict=True):
         load = flag_value("--load", words)
@@ -234,10 +253,26 @@ def check_job(job: Job, needs_save: bool = True) -> None:
     counts = Counter(save for save in saves if save is not None)
     problems += [f"--save {save}: used by {count} runs; each run needs its own folder"
                  for save, count in sorted(counts.items()) if count > 1]  # fmt: skip
-    if job.runs and not job.logs:
-        problems.append("logs: missing; a job array needs a folder for its output")
-    if problems:
-        raise ConfigError(problems)
+    return problems
+
+
+def _preprocess_problems(job: Job) -> list[str]:
+    """Fields that have no effect on a job of preprocessing, and those that it needs."""
+    problems = [
+        f"{name}: {' '.join(map(str, value)) if isinstance(value, tuple) else value}: {reason}"
+        for name, value, is_wrong, reason in (
+            ("training", job.training, job.training, "a job either trains or preprocesses"),
+            ("runs", job.runs, job.runs, "belong to training; preprocessing is divided by `parts`"),
+            ("gpus_per_node", job.gpus_per_node, job.gpus_per_node, "preprocessing runs on CPUs; set 0"),
+            ("nodes", job.nodes, job.nodes != 1, "each part runs on one node; set `parts`"),
+        )
+        if is_wrong
+    ]
+    if job.parts is None:
+        problems.append("parts: missing; the number of parts of the input, each a task of the array")
+    problems += [f"preprocess: {flag}: set by the launcher; remove it" for flag in
+                 ("--part", "--merge-parts", "--show-parts") if flag in job.preprocess]  # fmt: skip
+    return problems
 
 
 def read_job(
@@ -277,7 +312,7 @@ def read_job(
 
 
 def build_job(plain: Mapping[str, Any], training: Sequence[str] = ()) -> Job:
-    """Build a job from the fields of a job file, and flags of training to append. `check_job` checks it.
+    """Build a job from the fields of a job file, and flags to append. `check_job` checks it.
 
     Raises:
         ConfigError: fields are unknown, of another type or missing.
@@ -293,7 +328,8 @@ def build_job(plain: Mapping[str, Any], training: Sequence[str] = ()) -> Job:
             problems.append(f"{name}: {error}")
     if problems:
         raise ConfigError(problems)
-    return Job(**values | {"training": (*values["training"], *training)})
+    flags = "preprocess" if values.get("preprocess") else "training"
+    return Job(**values | {flags: (*values[flags], *training)})
 
 
 def parse_field(kind: str, value: Any) -> Any:

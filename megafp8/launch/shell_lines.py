@@ -47,7 +47,9 @@ def rank_environment(job: Job) -> dict[str, str]:
     TORCH_ELASTIC_SHUTDOWN_TIMEOUT is the time from a signal until torchrun kills its ranks. They read the same variable
     and stop saving before that.
     """
-    variables = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(job.time_to_save_s)}
+    variables = {"OMP_NUM_THREADS": "1"}
+    if not job.preprocess:
+        variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(job.time_to_save_s)
     if job.gpus_per_node:
         variables["NCCL_DEBUG"] = "WARN"
     return variables | dict(job.environment)
@@ -61,6 +63,22 @@ def training_lines(job: Job) -> list[str]:
         lines += [f"  {task}) training+=({' '.join(map(quote_word, run))}) ;;" for task, run in enumerate(job.runs)]
         lines.append("esac")
     return lines
+
+
+def preprocess_lines(job: Job) -> list[str]:
+    """The bash array `preprocess` with the flags of the array's task: a part, or the merge of all."""
+    words = list(job.preprocess)
+    if job.cpus_per_node and "--workers" not in words:
+        words += ["--workers", str(job.cpus_per_node)]
+    return [
+        *bash_array("preprocess", fill_lines(words)),
+        "# Task I of the array makes part I. Task 0 merges the parts, after the array:",
+        "#   sbatch --array=0 --dependency=afterok:ARRAY_JOB --kill-on-invalid-dep=yes THIS_SCRIPT",
+        "case $SLURM_ARRAY_TASK_ID in",
+        "  0) preprocess+=(--merge-parts) ;;",
+        f'  *) preprocess+=(--part "$SLURM_ARRAY_TASK_ID/{job.parts}") ;;',
+        "esac",
+    ]
 
 
 def fill_lines(words: Sequence[str]) -> list[str]:

@@ -25,12 +25,14 @@ def script(job: Job) -> str:
     why a run ended.
 
     Raises:
-        ConfigError: the job is an array, has a container, has several machines without an endpoint or with restarts,
-            or has restarts without --save.
+        ConfigError: the job is an array or preprocesses, has a container, has several machines without an endpoint or
+            with restarts, or has restarts without --save.
     """
     problems = []
     if job.runs:
         problems.append(f"runs: {len(job.runs)}: job arrays need Slurm; torchrun starts one run")
+    if job.preprocess:
+        problems.append(f"preprocess: {job.parts} parts need Slurm; on one machine run megafp8 preprocess")
     if job.container:
         problems.append(
             f"container: {job.container}: not supported with torchrun; start the script inside the container"

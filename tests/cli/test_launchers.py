@@ -35,7 +35,7 @@ def launcher():
 def test_there_is_an_example_of_each_kind() -> None:
     assert {path.stem for path in EXAMPLES} >= {
         "llama_1b_one_node", "llama3_8b_multi_node", "learning_rates", "fineweb_edu_h200", "blackwell_mxfp8",
-        "blackwell_nvfp4",
+        "blackwell_nvfp4", "preprocess",
     }  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def test_an_example_is_a_valid_script_and_a_plan_that_fits(example: Path, launch
         (tmp_path / name).touch()
     target = "b200" if example.stem.startswith("blackwell") else "h200"
     data = ["--data-path", f"{tmp_path}/text", "--tokenizer-type", "NullTokenizer", "--vocab-size", "50303"]
-    for words in job.commands:
+    for words in job.commands if job.training else ():
         planned = [*words, *data, "--dry-run", "--world-size", str(job.world_size), "--target", target]
         text = describe_run(check(*flags.parse_with_problems(planned))).text
         assert f"layout: {job.world_size} x {target}, transformer_engine layers" in text
@@ -66,7 +66,7 @@ def test_an_example_is_a_valid_script_and_a_plan_that_fits(example: Path, launch
 def test_every_job_field_is_an_option_and_documented(launcher) -> None:
     fields = {field.name for field in dataclasses.fields(Job)}
     options = {action.dest for action in launcher.build_parser()._actions}
-    assert fields - options == {"training", "runs"}
+    assert fields - options == {"training", "runs", "preprocess"}
     document = (ROOT / "docs/launching.md").read_text()
     rows = document[document.index("| field | meaning |") :].split("\n\n")[0].splitlines()[2:]
     assert {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])} == fields
@@ -93,6 +93,27 @@ def test_a_script_is_written_and_submitted(launcher, tmp_path: Path, monkeypatch
     text = (tmp_path / "submitted").read_text()
     assert text == path.read_text()
     assert "export A=b=c" in text and "#SBATCH --qos=high" in text
+
+
+def test_preprocessing_is_submitted_as_an_array_and_a_merge(launcher, tmp_path: Path, monkeypatch, capsys) -> None:
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text('#!/bin/sh\necho "$@" >> calls\nwc -l < calls\n')
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.chdir(tmp_path)
+    example = [str(ROOT / "examples/jobs/preprocess.yaml"), "--project", str(tmp_path)]
+    assert launcher.main([*example, "--parts", "3", "--", "--workers", "4"]) == 0
+    path = tmp_path / "runs/fineweb-edu-shards/logs/fineweb-edu-shards.sbatch"
+    assert capsys.readouterr().out == f"{path}: job 1\nmerge of the parts: job 2, after job 1\n"
+    array, merge = (tmp_path / "calls").read_text().splitlines()
+    assert array == f"--parsable {path}"
+    assert merge == f"--parsable --array=0 --dependency=afterok:1 --kill-on-invalid-dep=yes {path}"
+    assert "#SBATCH --array=1-3" in path.read_text() and "--workers 4" in path.read_text()
+
+    assert launcher.main([*example, "--", "--workers", "0"]) == 64
+    assert "--workers 0 is less than 1" in capsys.readouterr().err
+    assert torchrun.main(example) == 64
+    assert "preprocess: 16 parts need Slurm; on one machine run megafp8 preprocess" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["nowhere.yaml"], ["--name", "a b"], []])

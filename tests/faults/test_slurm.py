@@ -76,6 +76,35 @@ class SlurmRun:
 
 
 @pytest.mark.slow
+def test_text_is_preprocessed_by_an_array_and_merged(cluster: Cluster, tmp_path: Path) -> None:
+    """Four parts on two nodes, and a job that waits for them: the bytes of one machine."""
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": f"document {n} " * (n % 50)}) + "\n" for n in range(5000)))
+    flags = f"--input {text} --append-eod --tokenizer-type ByteLevelTokenizer --workers 1"
+    file = tmp_path / "job.yaml"
+    file.write_text(
+        f"name: text\ngpus_per_node: 0\ncpus_per_node: 2\nexclusive: false\nlogs: {tmp_path}/logs\nparts: 4\n"
+        f"preprocess: {flags} --output-prefix {tmp_path}/parts/text\nproject: {ROOT}\n"
+        f"setup: export PATH={Path(sys.executable).parent}:$PATH\nenvironment: {{PYTHONPATH: {ROOT}}}\n"
+    )
+    command = [sys.executable, "-m", "megafp8.cli.main"]
+    options = {"cwd": ROOT, "env": cluster.environment, "capture_output": True, "text": True}
+    told = subprocess.run([*command, "slurm", str(file)], **options)
+    merge = re.search(r"merge of the parts: job (\d+), after job (\d+)$", told.stdout.strip())
+    assert told.returncode == 0 and merge, told.stdout + told.stderr
+    log = tmp_path / f"logs/{merge[1]}_0.log"
+    wait_until(lambda: "text_document: 5000" in (log.read_text() if log.exists() else "").replace(",", ""), "the merge",
+               lambda: "".join(path.read_text() for path in (tmp_path / "logs").glob("*.log")))  # fmt: skip
+    for number in range(1, 5):
+        assert f"part {number}/4 is complete" in (tmp_path / f"logs/{merge[2]}_{number}.log").read_text()
+    subprocess.run([*command, "preprocess", *flags.split(), "--output-prefix", f"{tmp_path}/one/text"], check=True,
+                   **options)  # fmt: skip
+    for suffix in (".bin", ".idx"):
+        parts, one = (tmp_path / f"{name}/text_text_document{suffix}" for name in ("parts", "one"))
+        assert parts.read_bytes() == one.read_bytes()
+
+
+@pytest.mark.slow
 def test_a_preempted_job_resumes_bitwise(
     cluster: Cluster, tmp_path: Path, cache: Path, unbroken_command: FaultyRun
 ) -> None:

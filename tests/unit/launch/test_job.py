@@ -100,6 +100,7 @@ def test_runs_of_an_array_are_lines() -> None:
         ({"max_requeues": "1\n"}, "an integer"),
         ({"endpoint": "first"}, "HOST:PORT"),
         ({"array_limit": "2"}, "without `runs`"),
+        ({"parts": "2"}, "parts: 2: has no effect without `preprocess`"),
         ({"mounts": "data"}, "without a container"),
         ({"runs": "--lr 1\n--lr 2", "logs": "l"}, "--save runs/a: used by 2 runs"),
         ({"sbatch": {"nodes": "2"}}, "sbatch: nodes: set by the launcher"),
@@ -110,6 +111,29 @@ def test_job_errors_are_reported(change: dict, words: str) -> None:
     plain = {"name": "first", "training": list(RUN)} | change
     with pytest.raises(ConfigError) as refused:
         check_job(build_job({name: value for name, value in plain.items() if value is not None}))
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"parts": "0"}, "parts: 0: at least 1"),
+        ({"parts": None}, "parts: missing"),
+        ({"logs": None}, "a job array needs a folder"),
+        ({"gpus_per_node": None}, "gpus_per_node: 8: preprocessing runs on CPUs; set 0"),
+        ({"nodes": "2"}, "nodes: 2: each part runs on one node; set `parts`"),
+        ({"training": "--lr 1"}, "training: --lr 1: a job either trains or preprocesses"),
+        ({"runs": "--lr 1"}, "runs: "),
+        ({"preprocess": "--input a --part 1/2"}, "preprocess: --part: set by the launcher"),
+    ],
+)
+def test_errors_of_preprocessing_jobs_are_reported(change: dict, words: str) -> None:
+    plain = {"name": "a", "preprocess": "--input a", "parts": "2", "logs": "l", "gpus_per_node": "0", "time": "1"}
+    job = build_job(plain, ["--append-eod"])
+    check_job(job)
+    assert job.preprocess == ("--input", "a", "--append-eod") and not job.training
+    with pytest.raises(ConfigError) as refused:
+        check_job(build_job({name: value for name, value in (plain | change).items() if value is not None}))
     assert words in str(refused.value)
 
 

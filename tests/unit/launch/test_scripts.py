@@ -45,6 +45,10 @@ JOBS = {
         runs=tuple(("--lr", rate, "--save", f"runs/study/lr {rate}", "--load", f"runs/study/lr {rate}")
                    for rate in ("1e-3", "2e-3", "4e-3")),
     ),
+    "preprocess.sbatch": dataclasses.replace(
+        CPU, training=(), logs="runs/text/logs", parts=4, array_limit=2, container="images/pytorch.sif",
+        preprocess=split_words("--input 'text/*.jsonl' --output-prefix data/text --tokenizer-type ByteLevelTokenizer"),
+    ),
     "one_machine.sh": ONE,
     "two_machines.sh": dataclasses.replace(ONE, nodes=2, endpoint="first:29500"),
 }  # fmt: skip
