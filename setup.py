@@ -12,6 +12,7 @@ SAFETENSORS = ["safetensors>=0.8"]
 # What converted models are compared with: transformers' models, and what it loads FP8 weights with.
 TRANSFORMERS = [f'{name}; python_version >= "3.11"' for name in ("transformers>=5", "accelerate", "compressed-tensors")]
 PREPROCESSING = ["gigatoken>=0.10", "orjson", "pyarrow", "backports.zstd"]  # fast BPE and JSON, Parquet, .zst
+STORAGE = ["obstore>=0.8"]  # s3://, gs://, az://
 TESTS = ["pytest", "pytest-timeout", *TOKENIZERS, *SAFETENSORS, *PREPROCESSING]  # of the first set
 DOCS = ["mkdocs-material>=9.6,<10", "mkdocstrings[python]", "mike>=2.1"]
 # The supported versions: 0.16.1 on every Python, 0.19 on those that it is made for. See docs/dev/upstream.md.
@@ -77,6 +78,7 @@ setup(
         "hf": [*TOKENIZERS, *SAFETENSORS],
         "data": [*TOKENIZERS, *PREPROCESSING],
         "datasets": [*TOKENIZERS, *PREPROCESSING, "datasets"],
+        "storage": STORAGE,
         "docs": DOCS,
         "test": TESTS,
         "dev": [
@@ -87,6 +89,8 @@ setup(
             "types-PyYAML",
             *TESTS,
             *TRANSFORMERS,
+            *STORAGE,
+            "moto[server]",  # an S3 server for the tests of object storage
             *DOCS,
             "pandas",  # of megafp8.read_records
             "torchao",
