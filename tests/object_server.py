@@ -112,8 +112,12 @@ class ObjectServer:
         }  # fmt: skip
 
     def make_bucket(self, name: str) -> None:
+        self.request("PUT", f"/{name}")
+
+    def request(self, method: str, path: str) -> None:
+        """Send a request past the proxy."""
         connection = http.client.HTTPConnection("127.0.0.1", self.upstream)
-        connection.request("PUT", f"/{name}")
+        connection.request(method, path)
         assert connection.getresponse().status == 200
         connection.close()
 
@@ -133,6 +137,7 @@ def object_server() -> Iterator[ObjectServer]:
     upstream = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     upstream.start()
     server = ObjectServer(upstream.get_host_and_port()[1])
+    server.request("POST", "/moto-api/reset")  # all servers of a process have the same content
     try:
         with mock.patch.dict(os.environ, server.environment):
             yield server

@@ -26,6 +26,7 @@ from megafp8.checkpoint.manifest import (
     read_manifest,
     summarize,
 )
+from megafp8.checkpoint.object_copies import object_copies
 from megafp8.checkpoint.progress import ROLLBACK, SkipHistory
 from megafp8.device.collective_errors import call_on_all_ranks, call_on_rank_0, rank_and_size
 from megafp8.errors import CheckpointError
@@ -184,9 +185,16 @@ def retire(folder: Path, reason: Callable[[Path, int], str]) -> tuple[str, ...]:
     """Rename the checkpoints for which there is a reason, by folder and step; return notes. All ranks call it."""
 
     def rename() -> list[str]:
-        paths = {checkpoint_path(folder, step): step for step in list_steps(folder)}
-        reasons = {path: text for path, step in paths.items() if (text := reason(folder, step))}
-        return [f"{path.name} {text}, renamed to {set_aside(path, RETIRED).name}" for path, text in reasons.items()]
+        copies, local, notes = object_copies(folder), list_steps(folder), []
+        remote = [] if copies is None else copies.complete_steps()
+        for step in sorted({*local, *remote}):
+            if not (text := reason(folder, step)):
+                continue
+            if copies is not None:
+                copies.retire(step)  # first: a start would download it again
+            name = set_aside(checkpoint_path(folder, step), RETIRED).name if step in local else RETIRED
+            notes.append(f"{checkpoint_path(folder, step).name} {text}, renamed to {name}")
+        return notes
 
     return tuple(call_on_rank_0(rename))
 

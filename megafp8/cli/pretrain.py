@@ -6,6 +6,7 @@ a dry run with `--strict` that does not fit has 1.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import sys
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Optional
 
 from megafp8.errors import INTERNAL, CapabilityError, CheckpointError, Megafp8Error, OutOfMemory
 from megafp8.utils import memory
+from megafp8.utils.object_store import url_of
 from megafp8.utils.process import die_with_torchrun
 
 if TYPE_CHECKING:
@@ -81,7 +83,14 @@ def check_command_line(argv: Sequence[str]) -> ValidatedRun:
     except ModuleNotFoundError as error:
         _, problems = flags.parse_with_problems(argv)
         raise CapabilityError([*problems, how_to_install(error.name)]) from error
-    return check(parsed, problems)
+    validated, checkpoint = check(parsed, problems), parsed.config.checkpoint
+    if parsed.dry_run or not any(map(url_of, filter(None, (checkpoint.load, checkpoint.pretrained_checkpoint)))):
+        return validated
+    # After the checks that need no checkpoint, since a download takes time; then those that read it.
+    from megafp8.training.uploads import download_checkpoints
+
+    notes = download_checkpoints(checkpoint)
+    return check(dataclasses.replace(parsed, warnings=(*parsed.warnings, *notes)), problems)
 
 
 def how_to_install(package: Optional[str]) -> str:

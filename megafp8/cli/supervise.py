@@ -29,6 +29,7 @@ from megafp8.launch.slurm import is_requeued_without_progress, requeue, slurm_jo
 from megafp8.launch.supervisor import RestartPolicy, Supervisor, saved_step
 from megafp8.resilience.run_state import read_run_state
 from megafp8.utils.best_effort import best_effort, optional_write
+from megafp8.utils.object_store import local_path
 
 TRAINING_COMMANDS = ("pretrain_gpt.py", "pretrain-gpt", "megafp8.cli.pretrain")
 REQUEUED_STATUSES = (PREEMPTED, INTERNAL, HUNG)
@@ -83,7 +84,7 @@ def run_folder(command: Sequence[str]) -> Path:
         ]
     if problems:
         raise ConfigError(problems)
-    return Path(parsed.config.checkpoint.save or "")
+    return local_path(parsed.config.checkpoint.save or "")
 
 
 def check_start(command: Sequence[str], folder: Path) -> None:

@@ -17,6 +17,7 @@ from megafp8.errors import ConfigError
 from megafp8.launch.node_check import NODE_CHECK_TIMEOUT_S
 from megafp8.utils.files import UnreadableFile
 from megafp8.utils.formatting import control_problems
+from megafp8.utils.object_store import local_path
 from megafp8.utils.strict_yaml import key_lines, parse_yaml
 from megafp8.utils.suggestions import unknown_keys
 
@@ -132,7 +133,8 @@ class Job:
     @property
     def run_folder(self) -> Optional[str]:
         """--save in the shared flags; None if each run of an array has its own."""
-        return flag_value("--save", self.training)
+        folder = flag_value("--save", self.training)
+        return None if folder is None else str(local_path(folder))
 
     @property
     def log_folder(self) -> str:

@@ -43,6 +43,7 @@ from megafp8.resources.micro_batch import gib
 from megafp8.resources.mixture_memory import FREE_MEMORY_FRACTION, non_torch_bytes
 from megafp8.resources.precision_table import format_precision_map, resolve_precision_map
 from megafp8.utils.formatting import duration_text
+from megafp8.utils.object_store import url_of
 
 if TYPE_CHECKING:
     from megafp8.training.checks import ValidatedRun
@@ -417,6 +418,8 @@ def checkpoint_text(config: RunConfig, validated: ValidatedRun, vocab_size: int)
         has_warning = any(checkpoints_to_load_are_there(config, validated.world_size))
         missing = "" if has_warning else f"; not checked: {' and '.join(absent)}, absent on this machine"
         return f"checkpoints: {saves}{missing}", None
+    if remote := [url for folder in absent if (url := url_of(folder))]:
+        return f"checkpoints: {saves}; not checked: {' and '.join(remote)}, which a dry run does not download", None
     found, weights_only = preview(config, validated.world_size, validated.implementation, vocab_size)
     if found is None:
         loads = f"; no checkpoint in {checkpoint.load}: starts from step 0" if checkpoint.load else ""

@@ -11,6 +11,7 @@ from megafp8.config import flags
 from megafp8.config.schema import CheckpointConfig, RunConfig
 from megafp8.config.schema.setting import Role
 from megafp8.config.settings import all_settings, value_of
+from megafp8.utils.object_store import is_url
 
 
 def parse(argv: Sequence[str]) -> tuple[flags.ParsedArgs, list[str]]:
@@ -19,19 +20,34 @@ def parse(argv: Sequence[str]) -> tuple[flags.ParsedArgs, list[str]]:
     Raises:
         CheckpointError: the checkpoint cannot be read.
     """
-    parsed, problems = flags.parse_with_problems(argv)
+    parsed, problems = _parse_flags(argv)
     checkpoint = parsed.config.checkpoint
     folders = [folder for folder in (checkpoint.load, checkpoint.pretrained_checkpoint) if folder is not None]
     if not checkpoint.use_checkpoint_args or not folders:
         return parsed, problems
+    from megafp8.training.uploads import download_checkpoints
+
+    download_checkpoints(checkpoint)
     found = read_settings(checkpoint, [Path(folder) for folder in folders])
     if found is None:
         warning = f"--use-checkpoint-args: {' and '.join(folders)} has no checkpoint, so the settings are the flags'"
         return dataclasses.replace(parsed, warnings=(*parsed.warnings, warning)), problems
     path, values = found
-    parsed, problems = flags.parse_with_problems(argv, values)
+    parsed, problems = _parse_flags(argv, values)
     warning = f"settings of the model and the tokenizer are read from {path} unless flags give them"
     return dataclasses.replace(parsed, warnings=(*parsed.warnings, warning)), problems
+
+
+def _parse_flags(*arguments: Any) -> tuple[flags.ParsedArgs, list[str]]:
+    """Parse a command line, with the places in the local cache for URLs of folders of checkpoints."""
+    parsed, problems = flags.parse_with_problems(*arguments)
+    checkpoint = parsed.config.checkpoint
+    if not any(map(is_url, filter(None, (checkpoint.save, checkpoint.load, checkpoint.pretrained_checkpoint)))):
+        return parsed, problems
+    from megafp8.training.uploads import with_local_folders
+
+    config = dataclasses.replace(parsed.config, checkpoint=with_local_folders(checkpoint))
+    return dataclasses.replace(parsed, config=config), problems
 
 
 def read_settings(checkpoint: CheckpointConfig, folders: Sequence[Path]) -> tuple[Path, dict[str, Any]] | None:

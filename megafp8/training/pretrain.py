@@ -42,8 +42,10 @@ from megafp8.training.run import Run, run_folder
 from megafp8.training.run_record import describe_threads, describe_update, recipe_lines, run_record
 from megafp8.training.setup import build_training_run
 from megafp8.training.signals import record_stop_signals
+from megafp8.training.uploads import upload_records
 from megafp8.utils.best_effort import optional_write, reason_of
 from megafp8.utils.files import atomic_write
+from megafp8.utils.object_store import url_of
 from megafp8.utils.process import Process, current_process, exit_later
 
 # Between a stop signal and a kill, by default of torchrun and of Slurm.
@@ -87,6 +89,8 @@ def run_training(validated: ValidatedRun) -> int:
                 train(run, details | describe_threads(run))
             run.graph.reset()  # NCCL cannot destroy a communicator that a CUDA graph uses
         watchdog.finish()
+    if rank() == 0:
+        upload_records(config)
     exit_later(SHUTDOWN_TIMEOUT_S)
     shutdown_distributed()
     faulthandler.cancel_dump_traceback_later()
@@ -96,7 +100,9 @@ def run_training(validated: ValidatedRun) -> int:
 def opening_line(config: RunConfig) -> str:
     """The line that opens the output: version and folder of the run."""
     folder = run_folder(config)
-    return f"megafp8 {__version__} | {'nothing is saved: no --save' if folder is None else f'run folder {folder}'}"
+    url = None if folder is None else url_of(folder)
+    place = "nothing is saved: no --save" if folder is None else f"run folder {folder}"
+    return f"megafp8 {__version__} | {place}{'' if url is None else f', uploaded to {url}'}"
 
 
 def warning_lines(validated: ValidatedRun) -> list[str]:

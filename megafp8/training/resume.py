@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Optional
@@ -14,15 +15,18 @@ from megafp8.checkpoint.directory import CORRUPT, clean_up, list_steps, set_asid
 from megafp8.checkpoint.load import load_checkpoint
 from megafp8.checkpoint.megatron_lm import refuse_megatron_folder
 from megafp8.checkpoint.metadata import load_common_state, read_config, skip_history
+from megafp8.checkpoint.object_copies import object_copies
 from megafp8.checkpoint.progress import HIGH_PRECISION, SMOOTHED, HighPrecisionFallback, Progress
 from megafp8.checkpoint.resume_point import ResumePoint, choose_checkpoint, retire_abandoned, retire_newer
 from megafp8.config import derived, precision_map, settings
 from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.schema import PrecisionConfig, RunConfig
-from megafp8.device.collective_errors import call_on_rank_0
+from megafp8.device.collective_errors import call_on_all_ranks, call_on_rank_0
 from megafp8.errors import CheckpointError
 from megafp8.resilience import fault_injection
 from megafp8.training.run import Run, checkpoint_folders
+from megafp8.training.uploads import download_checkpoints, newest_step
+from megafp8.utils.object_store import url_of
 
 # A checkpoint is set aside after so many consecutive crashes while it was being loaded.
 MAX_CRASHED_LOADS = 2
@@ -124,7 +128,8 @@ def select_checkpoint(config: RunConfig, with_hashes: bool, is_own: bool) -> tup
         if is_own:
             call_on_rank_0(partial(clean_up, folder))
     if folders:
-        chosen = choose_checkpoint(*folders, step=checkpoint.ckpt_step, with_hashes=with_hashes, is_own=is_own)
+        choose = partial(choose_checkpoint, step=checkpoint.ckpt_step, with_hashes=with_hashes, is_own=is_own)
+        chosen = choose_again(config, partial(choose, *folders), can_download=with_hashes or is_own)
     if chosen is None and checkpoint.load and checkpoint.exit_on_missing_checkpoint:
         raise CheckpointError(f"--load {checkpoint.load} has no checkpoint (--exit-on-missing-checkpoint)")
     if chosen is not None or not checkpoint.pretrained_checkpoint:
@@ -135,6 +140,25 @@ def select_checkpoint(config: RunConfig, with_hashes: bool, is_own: bool) -> tup
     if chosen is None:
         raise CheckpointError(f"--pretrained-checkpoint {pretrained} has no checkpoint: give the --save of a run")
     return chosen, True
+
+
+def choose_again(
+    config: RunConfig, choose: Callable[[], Optional[ResumePoint]], can_download: bool
+) -> Optional[ResumePoint]:
+    """Choose a checkpoint; if a local copy of one in object storage is damaged, after it is downloaded again."""
+    is_copy = config.checkpoint.load is not None and url_of(config.checkpoint.load) is not None
+    if not (can_download and is_copy):
+        return choose()
+    try:
+        chosen = choose()
+        if chosen is None or not chosen.notes:
+            return chosen
+        notes = chosen.notes
+    except CheckpointError as error:  # all local ones are damaged
+        notes = (str(error),)
+    call_on_all_ranks(partial(download_checkpoints, config.checkpoint, with_hashes=True))
+    chosen = choose()
+    return None if chosen is None else dataclasses.replace(chosen, notes=(*notes, *chosen.notes))
 
 
 def check_model_and_formats(
@@ -193,6 +217,8 @@ def skip_crashing_checkpoint(run: Run, chosen: ResumePoint, folders: list[Path],
     failed, is_only = run.watchdog.failed_loads(chosen.step), sum(len(list_steps(folder)) for folder in folders) == 1
     if failed < MAX_CRASHED_LOADS or is_only:
         return chosen
+    if (copies := object_copies(chosen.path.parent)) is not None:
+        call_on_rank_0(lambda: copies.retire(chosen.step))  # first: a start would download it again
     renamed = call_on_rank_0(lambda: set_aside(chosen.path, CORRUPT))
     before = choose_checkpoint(*folders, with_hashes=with_hashes, is_own=True)
     assert before is not None
@@ -213,12 +239,13 @@ def check_no_newer_checkpoint(config: RunConfig, step: int) -> None:
         CheckpointError: on all ranks: the folder has newer checkpoints.
     """
     for folder in checkpoint_folders(config):
-        steps = call_on_rank_0(partial(list_steps, folder))
-        if steps and steps[-1] > step:
+        newest = call_on_rank_0(lambda: max([*list_steps(folder), newest_step(folder) or 0], default=0))  # noqa: B023
+        if newest > step:
             raise CheckpointError(
-                f"--save {folder} has a checkpoint of step {steps[-1]}, but this run starts at step {step}, so the "
-                f"next start would resume from the wrong checkpoint. Use --load {config.checkpoint.save} to resume "
-                "from it (with --ckpt-step N from an earlier step), or save to another folder"
+                f"--save {url_of(folder) or folder} has a checkpoint of step {newest}, but this run starts at step "
+                f"{step}, so the next start would resume from the wrong checkpoint. Use --load "
+                f"{config.checkpoint.save} to resume from it (with --ckpt-step N from an earlier step), or save to "
+                "another folder"
             )
 
 

@@ -73,6 +73,11 @@ class ObjectError(OSError):
     def __str__(self) -> str:
         return f"{self.filename}: {self.strerror}"
 
+    @property
+    def is_damage(self) -> bool:
+        """Whether the content is not what it should be."""
+        return self.number == errno.EBADMSG
+
     def __reduce__(self) -> Any:
         return type(self), (self.number, self.strerror, self.filename, self.is_permanent)
 
@@ -308,7 +313,7 @@ class ObjectFolder:
             sync_file(temporary)
             if sha256 is not None and (found := file_sha256(temporary)) != sha256:
                 text = f"damaged: SHA-256 {found[:12]}... instead of {sha256[:12]}..."
-                raise ObjectError(errno.EIO, text, self.name_of(name), is_permanent=False)
+                raise ObjectError(errno.EBADMSG, text, self.name_of(name), is_permanent=False)
 
         try:
             self._call(name, request)
@@ -362,7 +367,20 @@ class ObjectFolder:
         self.delete([name])
 
 
+@functools.cache
+def _first_user() -> int:
+    """The process that opened the first store. Its forked children know it, too."""
+    return os.getpid()
+
+
+def is_usable() -> bool:
+    """Whether this process can use obstore: its threads do not exist in a child that its user forks."""
+    return _first_user() == os.getpid()
+
+
 def _open_store(place: Location) -> Any:
+    if not is_usable():
+        raise ObjectError(errno.EBUSY, "not available in a process forked from one that uses it", str(place))
     try:
         from obstore.store import from_url
     except ModuleNotFoundError as error:

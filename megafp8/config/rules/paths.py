@@ -10,6 +10,7 @@ from pathlib import Path
 from megafp8.config.data_blend import parse_blend
 from megafp8.config.rules.base import shards_by_flag
 from megafp8.config.schema import RunConfig
+from megafp8.utils.object_store import url_of
 from megafp8.utils.suggestions import hub_hint
 
 
@@ -75,7 +76,7 @@ def prompts_are_there(config: RunConfig, world_size: int) -> Iterator[str]:
 def checkpoints_to_load_are_there(config: RunConfig, world_size: int) -> Iterator[str]:
     """The folder to load from exists, unless it is the one that the run saves to and will resume from."""
     checkpoint = config.checkpoint
-    if checkpoint.load is not None and not os.path.isdir(checkpoint.load):
+    if checkpoint.load is not None and not _is_there(checkpoint.load):
         if checkpoint.exit_on_missing_checkpoint or checkpoint.save is None:
             yield f"--load {checkpoint.load}: no such folder{_model_hint(checkpoint.load)}"
         elif os.path.abspath(checkpoint.load) != os.path.abspath(checkpoint.save):
@@ -84,9 +85,14 @@ def checkpoints_to_load_are_there(config: RunConfig, world_size: int) -> Iterato
                 f"{checkpoint.save}; give a folder with a checkpoint, or --load {checkpoint.save} to resume from what "
                 "the run saves"
             )
-    if checkpoint.pretrained_checkpoint is not None and not os.path.isdir(checkpoint.pretrained_checkpoint):
+    if checkpoint.pretrained_checkpoint is not None and not _is_there(checkpoint.pretrained_checkpoint):
         path = checkpoint.pretrained_checkpoint
         yield f"--pretrained-checkpoint {path}: no such folder{_model_hint(path)}"
+
+
+def _is_there(folder: str) -> bool:
+    """Whether a folder exists, or is a copy of one in object storage that is downloaded later."""
+    return os.path.isdir(folder) or url_of(folder) is not None
 
 
 def _model_hint(name: str) -> str:

@@ -26,6 +26,7 @@ from megafp8.training.extension import Extension, LoopState, is_multiple
 from megafp8.training.run import Run, checkpoint_folders, non_persistent_folder, run_folder
 from megafp8.training.signals import is_stop_requested, record_stop_signals
 from megafp8.training.step import StepResult
+from megafp8.training.uploads import CheckpointUploads
 
 # Shorter waits for an asynchronous save are not recorded.
 MIN_REPORTED_WAIT_S = 0.1
@@ -70,6 +71,7 @@ class Checkpoints(Extension):
 
     def open(self, state: LoopState) -> None:
         self.saver = CheckpointSaver(state.run, state.sinks)
+        self.saver.uploads.begin_pending(retention(state.run.config.checkpoint))
 
     def after_step(self, state: LoopState, result: StepResult) -> None:
         is_saved = self.saver.save(state.with_extensions(state.progress), state.is_last)
@@ -77,7 +79,7 @@ class Checkpoints(Extension):
             state.stop_reason = record_stop_signals(state.run.watchdog)  # no second save of this step is needed
 
     def close(self, state: LoopState, error: Optional[BaseException]) -> None:
-        """Wait for an asynchronous save, but not after an error that other ranks may not have.
+        """Wait for an asynchronous save and for an upload, but not after an error that other ranks may not have.
 
         Raises:
             CheckpointError: the save failed.
@@ -91,7 +93,7 @@ class Checkpoints(Extension):
 
 
 class AsyncSaves(Extension):
-    """Polls an asynchronous save after each step."""
+    """Polls an asynchronous save and an upload after each step."""
 
     def __init__(self, checkpoints: Checkpoints):
         self.checkpoints = checkpoints
@@ -113,6 +115,8 @@ class CheckpointSaver:
         self._under_way: Optional[AsyncSave] = None
         self._in_background: Optional[AsyncSaver] = None
         self.saved_step: Optional[int] = None
+        self.uploads = CheckpointUploads(run, sinks)
+        self._keep: Optional[Retention] = None  # of the save that is under way
         checkpoint = run.config.checkpoint
         if checkpoint.async_save:
             self._in_background = AsyncSaver(
@@ -146,7 +150,7 @@ class CheckpointSaver:
         self._wait_for_previous(progress.step)
         self._sinks.flush()  # a run that resumes from here does not repeat the step
         run.watchdog.enter("save", progress.step)
-        self._started = time.monotonic()
+        self._keep, self._started = keep, time.monotonic()
         chain = run.sample_chain
         samples = None if chain is None else call_on_rank_0(lambda: chain.record(progress.consumed_samples))
         try:
@@ -171,22 +175,34 @@ class CheckpointSaver:
         if self._under_way is not None:
             with self._run.timer.span(CHECKPOINTS):
                 self._check(is_waiting=False, is_last=False)
+        self.uploads.poll()
 
-    def finish(self, is_last: bool) -> None:
-        """Wait for an asynchronous save.
+    def finish(self, is_last: bool, next_step: Optional[int] = None) -> None:
+        """Wait for an asynchronous save, and for the upload of a checkpoint.
+
+        Args:
+            next_step: the step that is to be saved next, if any.
 
         Raises:
-            CheckpointError: it failed, and it was the run's last or exceeded `--ckpt-max-failures`.
+            CheckpointError: one failed, and it was the run's last or exceeded `--ckpt-max-failures`.
         """
         if self._under_way is not None:
             self._run.watchdog.enter("save", self._under_way.progress.step)
             self._check(is_waiting=True, is_last=is_last)
+        if (uploaded := self.uploads.wait(next_step)) is None:
+            return
+        step, error = uploaded
+        if error is None:
+            self._num_failed = 0
+        else:
+            self._failed(step, CheckpointError(f"step {step} cannot be uploaded: {error}"), is_last)
 
     def _wait_for_previous(self, step: int) -> None:
         if self._under_way is None:
+            self.finish(is_last=False, next_step=step)  # the upload
             return
         previous_step, started = self._under_way.progress.step, time.monotonic()
-        self.finish(is_last=False)
+        self.finish(is_last=False, next_step=step)
         waited_s = time.monotonic() - started
         if waited_s >= MIN_REPORTED_WAIT_S:
             detail = (
@@ -211,10 +227,13 @@ class CheckpointSaver:
             self._succeeded(step, path)
 
     def _succeeded(self, step: int, path: Path) -> None:
-        self._num_failed, self.saved_step = 0, step
+        self.saved_step = step
+        if not self.uploads.is_used:
+            self._num_failed = 0
         self._run.watchdog.saved(step)
         detail = f"{path} in {time.monotonic() - self._started:.1f} s"
         self._sinks.write(EventRecord(step=step, name="checkpoint saved", detail=detail))
+        self.uploads.begin(step, path, self._keep)
 
     def _failed(self, step: int, error: CheckpointError, is_last: bool) -> None:
         self._num_failed += 1

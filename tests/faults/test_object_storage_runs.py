@@ -1,0 +1,89 @@
+"""Runs whose checkpoints are in object storage: killed, moved to another machine, and with a store that fails."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from faulty_run import STEPS, FaultyRun
+from object_server import ObjectServer, object_server
+
+from megafp8.analysis.runs import load_run
+from megafp8.checkpoint.directory import complete_steps
+from megafp8.errors import CheckpointError
+
+# This process must not use obstore: the ranks are forked from it.
+URL = "s3://bucket/run"
+FOLDERS = f"--save {URL} --load {URL}"
+
+
+@pytest.fixture
+def server() -> Iterator[ObjectServer]:
+    with object_server() as running:
+        running.make_bucket("bucket")
+        yield running
+
+
+def machine(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> FaultyRun:
+    """The run on a machine with an empty cache."""
+    monkeypatch.setenv("MEGAFP8_CACHE", str(folder / name))
+    return FaultyRun("dp2", folder / name / "s3/bucket/run", folder / "indices")
+
+
+def events(run: FaultyRun, name: str) -> list[tuple[int, str]]:
+    return [(event.step, event.detail) for event in load_run(run.folder).events if event.name == name]
+
+
+@pytest.mark.slow
+def test_a_killed_run_continues_on_another_machine(
+    server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a store that fails at random. The end is that of a run on a local disk, to the bit."""
+    reference = FaultyRun("dp2", tmp_path / "reference", tmp_path / "indices")
+    assert set(reference.start().statuses) == {0}
+    draw = random.Random(3)
+    server.faults = lambda request: draw.choice(["500", "503", "cut", "lost"]) if draw.random() < 0.1 else None
+    first = machine(tmp_path, "a", monkeypatch)
+    assert 0 not in first.start("kill:rank=0,step=10,at=step.after_backward", FOLDERS).statuses
+    second = machine(tmp_path, "b", monkeypatch)
+    ended = second.start(flags=FOLDERS)
+    assert set(ended.statuses) == {0}, ended.output
+    (loaded,) = [text for _, text in events(second, "checkpoint") if text.startswith("loaded")]
+    assert int(loaded[-7:]) in (4, 6, 8)
+    assert second.fingerprint(STEPS) == reference.fingerprint(STEPS)
+    assert second.losses() == reference.losses()
+    assert events(second, "checkpoint uploaded")[-1][0] == STEPS
+    assert any(f"PUT /bucket/run/iter_{STEPS:07d}/manifest.json" in request for request in server.requests)
+
+
+@pytest.mark.slow
+def test_a_store_that_fails_ends_the_run_with_the_checkpoint_kept(
+    server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = machine(tmp_path, "a", monkeypatch)
+    server.faults = lambda request: "denied" if request.startswith("PUT") else None
+    ended = run.start(flags=f"{FOLDERS} --ckpt-max-failures 2")
+    assert set(ended.statuses) == {CheckpointError.exit_status}
+    assert (
+        f"step 4 cannot be uploaded: {URL}/iter_0000004/" in ended.output[0] and "access is denied" in ended.output[0]
+    )
+    assert complete_steps(run.folder)[-1] == 4
+    # The same machine resumes from its own copy, and uploads it.
+    server.faults = lambda request: None
+    assert set(run.start(flags=FOLDERS).statuses) == {0}
+    assert any(text.endswith("iter_0000004") for _, text in events(run, "checkpoint"))
+    assert [step for step, _ in events(run, "checkpoint uploaded")][0] == 4
+
+
+@pytest.mark.slow
+def test_a_stopped_run_has_uploaded_its_checkpoint(
+    server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = machine(tmp_path, "a", monkeypatch)
+    ended = run.start("term:rank=1,step=5,at=step.begin", FOLDERS)
+    assert set(ended.statuses) == {75}
+    step = complete_steps(run.folder)[-1]
+    assert events(run, "checkpoint uploaded")[-1][0] == step
+    assert any(f"PUT /bucket/run/iter_{step:07d}/manifest.json" in request for request in server.requests)
