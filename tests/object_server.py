@@ -114,10 +114,10 @@ class ObjectServer:
     def make_bucket(self, name: str) -> None:
         self.request("PUT", f"/{name}")
 
-    def request(self, method: str, path: str) -> None:
-        """Send a request past the proxy."""
+    def request(self, method: str, path: str, content: bytes = b"") -> None:
+        """Send a request past the proxy, without obstore."""
         connection = http.client.HTTPConnection("127.0.0.1", self.upstream)
-        connection.request(method, path)
+        connection.request(method, path, content)
         assert connection.getresponse().status == 200
         connection.close()
 

@@ -33,9 +33,10 @@ from megafp8.data.gpt_dataset import EpochsBlend, EpochsConfig, EpochsDataset, M
 from megafp8.data.index_cache import IndexCache
 from megafp8.data.phases import concatenate_phases
 from megafp8.data.shard_verification import check_shard, content_key
-from megafp8.data.shards import bin_path
+from megafp8.data.shards import num_token_bytes
 from megafp8.data.tokenizers.build import Tokenizer
 from megafp8.errors import DataError
+from megafp8.utils.object_store import is_url, local_path
 
 SPLITS = ("training", "validation", "test")
 MOCK_PREFIX = "made-up data"
@@ -199,7 +200,13 @@ def _check_shards(
             on_progress(f"checked {len(checked)} of {len(prefixes)} shards")
             last_report = time.monotonic()
         check_shard(prefix, tokenizer.vocab_size, tokenizer_identifiers=identifiers)
-        checked[prefix] = CheckedShard(content_key(prefix), bin_path(prefix).stat().st_size)
+        checked[prefix] = CheckedShard(content_key(prefix), num_token_bytes(prefix))
+    remote_gib = sum(shard.num_bytes for prefix, shard in checked.items() if is_url(prefix)) / (1 << 30)
+    if remote_gib > data.data_cache_gib:
+        on_progress(
+            f"the shards in object storage have {remote_gib:.1f} GiB, more than --data-cache-gib "
+            f"{data.data_cache_gib:g}: parts of them are downloaded repeatedly"
+        )
     return checked
 
 
@@ -247,6 +254,7 @@ def _datasets_config(
         eod_mask_loss=data.eod_mask_loss,
         create_attention_mask=False,
         cache=cache,
+        object_cache_bytes=int(data.data_cache_gib * (1 << 30)),
         contents={prefix: shard.content for prefix, shard in shards.items()},
     )
 
@@ -254,10 +262,10 @@ def _datasets_config(
 def _open_shard(kind: type[EpochsDataset], prefix: str, shard: CheckedShard, config: EpochsConfig) -> Any:
     """Open a shard, and check that it has the same size as on rank 0."""
     opened = kind.build_low_level_dataset(prefix, config)
-    num_bytes = 0 if config.mock else bin_path(prefix).stat().st_size
+    num_bytes = 0 if config.mock else num_token_bytes(prefix)
     if num_bytes != shard.num_bytes:
         raise DataError(
-            f"{bin_path(prefix)} has {num_bytes} bytes on {socket.gethostname()}, but {shard.num_bytes} bytes on the "
+            f"{prefix}.bin has {num_bytes} bytes on {socket.gethostname()}, but {shard.num_bytes} bytes on the "
             "machine of rank 0: all machines need the same shards."
         )
     return opened
@@ -370,4 +378,4 @@ def _cache_folder(config: RunConfig, prefixes: Sequence[str]) -> Path:
         return Path(config.data.data_cache_path)
     if config.checkpoint.save:
         return Path(config.checkpoint.save) / "data_cache"
-    return Path(prefixes[0]).parent / "data_cache"
+    return local_path(prefixes[0]).parent / "data_cache"

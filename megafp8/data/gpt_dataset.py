@@ -38,10 +38,12 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megafp8.data.index_cache import Arrays, IndexCache
+from megafp8.data.object_tokens import DEFAULT_CACHE_BYTES, ObjectReader, ObjectTokens
 from megafp8.data.shards import bin_path, check_files_exist, idx_path, load_manifest
 from megafp8.errors import DataError
 from megafp8.utils.files import file_sha256
 from megafp8.utils.integers import numpy_seed
+from megafp8.utils.object_store import is_url, local_path
 
 
 @dataclass
@@ -50,10 +52,12 @@ class EpochsConfig(GPTDatasetConfig):
 
     Attributes:
         cache: cache of the indices.
+        object_cache_bytes: limit of the local cache of shards in object storage.
         contents: prefix of each shard -> key of its content.
     """
 
     cache: IndexCache = IndexCache(None)
+    object_cache_bytes: int = DEFAULT_CACHE_BYTES
     contents: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -82,7 +86,10 @@ class EpochsDataset(GPTDataset):
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> GuardedIndexedDataset:
         """Open a shard; called by megatron-core."""
-        return GuardedIndexedDataset(dataset_path, mmap=config.mmap_bin_files)
+        opened = GuardedIndexedDataset(dataset_path, mmap=config.mmap_bin_files)
+        if isinstance(opened.bin_reader, ObjectReader):
+            opened.bin_reader.tokens.cache_bytes = config.object_cache_bytes
+        return opened
 
     def __getitem__(self, idx: Optional[int]) -> dict[str, Any]:
         """A sample of megatron-core's dataset.
@@ -324,6 +331,12 @@ class GuardedIndexedDataset(IndexedDataset):
         """
         self.bin_reader = self.index = None  # megatron-core deletes both, even if opening fails
         check_files_exist(path_prefix)
+        if is_url(path_prefix):
+            # Its index is a copy, and its place has no tokens.
+            super().initialize(str(local_path(path_prefix)), multimodal, False, *args)
+            self.path_prefix, self.bin_reader = path_prefix, ObjectReader(ObjectTokens(path_prefix))
+            self._index_file = GuardedFile(idx_path(path_prefix), None)
+            return
         manifest = load_manifest(path_prefix)
         bin_sha256, idx_sha256 = (None, None) if manifest is None else (manifest.bin_sha256, manifest.idx_sha256)
         tokens = GuardedFile(bin_path(path_prefix), bin_sha256, self.stamps[0])

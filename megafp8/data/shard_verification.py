@@ -17,6 +17,7 @@ from typing import Any, Optional
 
 import numpy as np
 
+from megafp8.data.object_tokens import ObjectTokens
 from megafp8.data.shards import (
     INDEX_BLOCK,
     REMAKE,
@@ -26,11 +27,13 @@ from megafp8.data.shards import (
     idx_path,
     load_manifest,
     manifest_path,
+    num_token_bytes,
     read_index,
 )
 from megafp8.data.tokenizers.build import describe_tokenizer
 from megafp8.errors import DataError
 from megafp8.utils.files import file_sha256
+from megafp8.utils.object_store import is_url, local_path
 
 # Up to this number of tokens, `check_shard` compares all ids with the vocabulary; beyond, evenly spread chunks.
 FULL_SCAN_TOKENS = 1 << 24
@@ -66,6 +69,16 @@ def check_shard(prefix: str, vocab_size: int, *, tokenizer_identifiers: Optional
     Raises:
         DataError: what is wrong, with the values that differ.
     """
+    if not is_url(prefix):
+        return _check_shard(prefix, vocab_size, tokenizer_identifiers)
+    try:
+        return _check_shard(prefix, vocab_size, tokenizer_identifiers)
+    except DataError as error:
+        # The messages have the place of its copy in the cache.
+        raise DataError(str(error).replace(str(local_path(prefix)), prefix)) from error
+
+
+def _check_shard(prefix: str, vocab_size: int, tokenizer_identifiers: Optional[dict[str, Any]]) -> ShardIndex:
     index = read_index(prefix)
     check_structure(prefix, index)
     if index.num_tokens == 0:
@@ -87,7 +100,7 @@ def check_structure(prefix: str, index: ShardIndex) -> None:
     """
     end = _check_sequences(prefix, index)
     _check_documents(prefix, index)
-    num_bytes = bin_path(prefix).stat().st_size
+    num_bytes = num_token_bytes(prefix)
     if num_bytes != end:
         raise DataError(
             f"{bin_path(prefix)} has {num_bytes} bytes, but according to its index it has "
@@ -110,7 +123,7 @@ def content_key(prefix: str) -> str:
         digest = hashlib.sha256()
         for chunk in _sampled_tokens(prefix, read_index(prefix).dtype):
             digest.update(chunk.data)
-        tokens = f"{bin_path(prefix).stat().st_size}:{digest.hexdigest()}"
+        tokens = f"{num_token_bytes(prefix)}:{digest.hexdigest()}"
     return hashlib.sha256(f"{index_sha256}:{tokens}".encode()).hexdigest()
 
 
@@ -119,19 +132,34 @@ def _sampled_tokens(prefix: str, dtype: np.dtype) -> Iterator[np.ndarray]:
 
     They are read, not mapped, because the kernel reads much more of a mapped file than is accessed.
     """
+    if is_url(prefix):
+        tokens = ObjectTokens(prefix)
+        starts, count = _sample_starts(tokens.num_bytes // dtype.itemsize)
+        if count == READ_TOKENS:  # small: it is read again soon
+            for start in starts:
+                chunk = np.empty(min(count, tokens.num_bytes // dtype.itemsize - start), dtype)
+                tokens.read_into(chunk.data.cast("B"), start * dtype.itemsize)
+                yield chunk
+        else:
+            sizes = [start * dtype.itemsize for start in starts]
+            yield from (np.frombuffer(each, dtype) for each in tokens.read_ranges(sizes, count * dtype.itemsize))
+        return
     try:
         with open(bin_path(prefix), "rb", buffering=0) as stream:
-            num_tokens = os.fstat(stream.fileno()).st_size // dtype.itemsize
-            if num_tokens <= FULL_SCAN_TOKENS:
-                starts, count = list(range(0, num_tokens, READ_TOKENS)), READ_TOKENS
-            else:
-                spread = np.linspace(0, num_tokens - SCAN_CHUNK_TOKENS, SCAN_CHUNKS)
-                starts, count = spread.astype(np.int64).tolist(), SCAN_CHUNK_TOKENS
+            starts, count = _sample_starts(os.fstat(stream.fileno()).st_size // dtype.itemsize)
             for start in starts:
                 stream.seek(start * dtype.itemsize)
                 yield np.fromfile(stream, dtype=dtype, count=count)
     except OSError as error:
         raise DataError(f"{bin_path(prefix)} cannot be read: {error.strerror}.") from error
+
+
+def _sample_starts(num_tokens: int) -> tuple[list[int], int]:
+    """First token of each chunk of a sample, and the tokens of a chunk."""
+    if num_tokens <= FULL_SCAN_TOKENS:
+        return list(range(0, num_tokens, READ_TOKENS)), READ_TOKENS
+    spread = np.linspace(0, num_tokens - SCAN_CHUNK_TOKENS, SCAN_CHUNKS)
+    return spread.astype(np.int64).tolist(), SCAN_CHUNK_TOKENS
 
 
 def _check_sequences(prefix: str, index: ShardIndex) -> int:
@@ -171,7 +199,7 @@ def _check_documents(prefix: str, index: ShardIndex) -> None:
 
 def _check_manifest(prefix: str, manifest: ShardManifest, tokenizer_identifiers: Optional[dict[str, Any]]) -> None:
     found = file_sha256(idx_path(prefix))
-    num_bytes = bin_path(prefix).stat().st_size
+    num_bytes = num_token_bytes(prefix)
     if (found, num_bytes) != (manifest.idx_sha256, manifest.bin_bytes):
         raise DataError(
             f"Shard {prefix} does not match its manifest {manifest_path(prefix)}: SHA-256 of the index {found}, "

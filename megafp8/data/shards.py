@@ -32,8 +32,10 @@ from typing import Any, BinaryIO, Optional, Union
 
 import numpy as np
 
+from megafp8.data.object_tokens import ObjectTokens, copy_index
 from megafp8.errors import DataError
 from megafp8.utils.files import LIST_BYTES, HashedStream, UnreadableFile, atomic_write_json, publish, read_bytes, sync
+from megafp8.utils.object_store import is_url, local_path
 from megafp8.utils.strict_json import parse_json
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -62,12 +64,17 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 def bin_path(prefix: str) -> Path:
     """Return the path of a shard's tokens."""
-    return Path(f"{prefix}.bin")
+    return local_path(f"{prefix}.bin")
+
+
+def num_token_bytes(prefix: str) -> int:
+    """Return the size of a shard's tokens."""
+    return ObjectTokens(prefix).num_bytes if is_url(prefix) else bin_path(prefix).stat().st_size
 
 
 def idx_path(prefix: str) -> Path:
     """Return the path of a shard's index."""
-    return Path(f"{prefix}.idx")
+    return local_path(f"{prefix}.idx")
 
 
 @dataclass(frozen=True)
@@ -230,11 +237,14 @@ def read_index(prefix: str) -> ShardIndex:
 
 
 def check_files_exist(prefix: str) -> None:
-    """Check that both files of a shard exist.
+    """Check that both files of a shard exist. The index of one in object storage is copied to the cache.
 
     Raises:
         DataError: names the missing files, and the likely mistake.
     """
+    if is_url(prefix):
+        copy_index(prefix)
+        return
     missing = [str(path) for path in (idx_path(prefix), bin_path(prefix)) if not path.is_file()]
     if not missing:
         return
@@ -313,7 +323,7 @@ class ShardManifest:
 
 def manifest_path(prefix: str) -> Path:
     """Return the path of a shard's manifest."""
-    return Path(f"{prefix}.manifest.json")
+    return local_path(f"{prefix}.manifest.json")
 
 
 def save_manifest(prefix: str, manifest: ShardManifest) -> None:
@@ -328,6 +338,8 @@ def load_manifest(prefix: str) -> Optional[ShardManifest]:
         DataError: the file exists, but is not such a manifest.
     """
     path = manifest_path(prefix)
+    if is_url(prefix):
+        copy_index(prefix)
     try:
         text = read_bytes(path, LIST_BYTES)
     except UnreadableFile as error:

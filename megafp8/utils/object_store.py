@@ -378,6 +378,13 @@ def is_usable() -> bool:
     return _first_user() == os.getpid()
 
 
+@functools.lru_cache(maxsize=256)
+def listed_folder(url: str) -> tuple[ObjectFolder, dict[str, ObjectInfo]]:
+    """A folder and its objects, without those in folders in it; a process looks them up once."""
+    folder = ObjectFolder(url)
+    return folder, folder.find(is_deep=False)
+
+
 def _open_store(place: Location) -> Any:
     if not is_usable():
         raise ObjectError(errno.EBUSY, "not available in a process forked from one that uses it", str(place))

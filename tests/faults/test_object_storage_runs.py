@@ -6,9 +6,12 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
-from faulty_run import STEPS, FaultyRun
+from faulty_run import COMMON, STEPS, FaultyRun
+from forked_runs import run_forked
 from object_server import ObjectServer, object_server
+from shard_writer import ShardWriter
 
 from megafp8.analysis.runs import load_run
 from megafp8.checkpoint.directory import complete_steps
@@ -87,3 +90,30 @@ def test_a_stopped_run_has_uploaded_its_checkpoint(
     step = complete_steps(run.folder)[-1]
     assert events(run, "checkpoint uploaded")[-1][0] == step
     assert any(f"PUT /bucket/run/iter_{step:07d}/manifest.json" in request for request in server.requests)
+
+
+@pytest.mark.slow
+def test_shards_in_object_storage_train_like_local_ones(
+    server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through loader processes, which cannot use obstore themselves, and with a store that fails at random."""
+    random_ids, prefix = np.random.default_rng(1), str(tmp_path / "corpus")
+    with ShardWriter(prefix, np.dtype(np.uint16)) as writer:
+        for _ in range(40):
+            ids = random_ids.integers(0, 60, 64).astype(np.uint16)
+            writer.add_documents(ids.tobytes(), np.array([len(ids)], np.int32))
+        writer.finish()
+    for suffix in (".bin", ".idx"):
+        server.request("PUT", f"/bucket/data/corpus{suffix}", Path(prefix + suffix).read_bytes())
+    draw = random.Random(5)
+    server.faults = lambda request: draw.choice(["500", "cut"]) if draw.random() < 0.1 else None
+    monkeypatch.setenv("MEGAFP8_CACHE", str(tmp_path / "cache"))
+    losses = []
+    for name, data_path in (("local", prefix), ("remote", "s3://bucket/data/corpus")):
+        folder = tmp_path / name
+        flags = COMMON.replace("--mock-data", f"--data-path {data_path} --split 70,30,0") + f" --save {folder}"
+        ended = run_forked(2, flags, "", tmp_path / f"{name}_fired")
+        assert set(ended.statuses) == {0}, ended.output
+        losses.append({record.step: record.loss for record in load_run(folder).steps})
+    assert losses[0] == losses[1] and len(losses[0]) == STEPS
+    assert any("/bucket/data/corpus.bin" in request for request in server.requests)

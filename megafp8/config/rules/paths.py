@@ -10,7 +10,7 @@ from pathlib import Path
 from megafp8.config.data_blend import parse_blend
 from megafp8.config.rules.base import shards_by_flag
 from megafp8.config.schema import RunConfig
-from megafp8.utils.object_store import url_of
+from megafp8.utils.object_store import ObjectError, is_url, listed_folder, url_of
 from megafp8.utils.suggestions import hub_hint
 
 
@@ -22,9 +22,25 @@ def shards_are_there(config: RunConfig, world_size: int) -> Iterator[str]:
         except ValueError:  # `blends_are_pairs` reports it
             continue
         for prefix in prefixes:
+            if is_url(prefix):
+                yield from (f"{flag} {problem}" for problem in _object_problems(prefix))
+                continue
             missing = [prefix + suffix for suffix in (".bin", ".idx") if not os.path.isfile(prefix + suffix)]
             if missing:
                 yield f"{flag} {prefix}: {_shard_problem(prefix, missing)}"
+
+
+def _object_problems(prefix: str) -> Iterator[str]:
+    """What is wrong with a shard in object storage."""
+    try:
+        parent, _, name = prefix.rpartition("/")
+        found = listed_folder(parent)[1]
+        missing = [suffix for suffix in (".bin", ".idx") if name + suffix not in found]
+    except ObjectError as error:
+        yield str(error)
+        return
+    if missing:
+        yield f"{prefix}: no such object: {', '.join(prefix + suffix for suffix in missing)}{_prefix_hint(prefix)}"
 
 
 TEXT_SUFFIXES = (".jsonl", ".json", ".ndjson", ".txt", ".parquet", ".gz", ".zst")

@@ -3,7 +3,17 @@
 from dataclasses import dataclass
 from typing import ClassVar, Optional
 
-from megafp8.config.schema.setting import AT_LEAST_1, COMMON, DEPRECATED, NO_ROLE, NOT_NEGATIVE, OWN, Role, setting
+from megafp8.config.schema.setting import (
+    AT_LEAST_1,
+    COMMON,
+    DEPRECATED,
+    NO_ROLE,
+    NOT_NEGATIVE,
+    OWN,
+    Range,
+    Role,
+    setting,
+)
 from megafp8.recipes import registry
 
 # A table: default and help of each setting, then what else is known about it.
@@ -42,6 +52,10 @@ class DataConfig:
         None, "folder for the cache of dataset indices",
         path=True, role=Role.SAMPLES | Role.OUTPUT, unset="in --save, else next to the shards", metavar="DIR",
         megatron="the default is next to the shards; files are pickles",
+    )
+    data_cache_gib: float = setting(
+        64.0, "size of the local cache for shards in object storage, in GiB",
+        range=Range(0.125), role=Role.OUTPUT, unit="GiB", megatron=OWN,
     )
     mock_data: bool = setting(False, "train on synthetic tokens instead of --data-path", audience=COMMON)
     seq_length: Optional[int] = setting(
