@@ -23,6 +23,7 @@ TAKEN_BY = {
         f"pretrain_gpt.py {FILE} --world-size 2 --target h200 --seq-length 128 --micro-batch-size 1 --train-iters 10 "
         "--tokenizer-type NullTokenizer --vocab-size 1000 --tensor-model-parallel-size 2 --dry-run"
     ],
+    "docs/data.md": ["pretrain_gpt.py " + TRAINING.replace("--mock-data", f"--data-phases {FILE}") + " --dry-run"],
     "docs/install.md": [f"launcher/slurm.py {FILE} --partition gpu --dry-run"],
     "docs/launching.md": [f"launcher/slurm.py {FILE} --dry-run"],
     "docs/precision.md": [f"pretrain_gpt.py {TRAINING} --precision-map {FILE} --dry-run"],
