@@ -106,9 +106,10 @@ class ObjectServer:
         self._proxy = QuietServer(("127.0.0.1", 0), Proxy)
         self._proxy.owner = self  # type: ignore[attr-defined]
         threading.Thread(target=self._proxy.serve_forever, args=(0.01,), daemon=True).start()
+        port = self._proxy.server_address[1]
         self.environment = {
             "AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY, "AWS_REGION": "us-east-1",
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._proxy.server_address[1]}",
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
         }  # fmt: skip
 
     def make_bucket(self, name: str) -> None:
