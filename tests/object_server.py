@@ -22,6 +22,7 @@ from unittest import mock
 
 import pytest
 
+HOST = "127.0.0.1"
 ACCESS_KEY, SECRET_KEY = "AKIAOFTHETESTS", "secret-of-the-tests"
 HANG_S = 1.0
 REFUSALS = {
@@ -103,13 +104,13 @@ class ObjectServer:
     def __init__(self, upstream: int):
         self.upstream, self.requests = upstream, list[str]()
         self.faults: Callable[[str], str | None] = lambda request: None
-        self._proxy = QuietServer(("127.0.0.1", 0), Proxy)
+        self._proxy = QuietServer((HOST, 0), Proxy)
         self._proxy.owner = self  # type: ignore[attr-defined]
         threading.Thread(target=self._proxy.serve_forever, args=(0.01,), daemon=True).start()
         port = self._proxy.server_address[1]
         self.environment = {
             "AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY, "AWS_REGION": "us-east-1",
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+            "AWS_ENDPOINT_URL": f"http://{HOST}:{port}",
         }  # fmt: skip
 
     def make_bucket(self, name: str) -> None:

@@ -55,7 +55,7 @@ class DataConfig:
     )
     data_cache_gib: float = setting(
         64.0, "size of the local cache for shards in object storage, in GiB",
-        range=Range(0.125), role=Role.OUTPUT, unit="GiB", megatron=OWN,
+        range=Range(0.125, 1e6), role=Role.OUTPUT, unit="GiB", megatron=OWN,
     )
     mock_data: bool = setting(False, "train on synthetic tokens instead of --data-path", audience=COMMON)
     seq_length: Optional[int] = setting(
