@@ -334,7 +334,9 @@ class GuardedIndexedDataset(IndexedDataset):
         if is_url(path_prefix):
             # Its index is a copy, and its place has no tokens.
             super().initialize(str(local_path(path_prefix)), multimodal, False, *args)
-            self.path_prefix, self.bin_reader = path_prefix, ObjectReader(ObjectTokens(path_prefix))
+            self.path_prefix = path_prefix
+            reader: Any = ObjectReader(ObjectTokens(path_prefix))
+            self.bin_reader = reader
             self._index_file = GuardedFile(idx_path(path_prefix), None)
             return
         manifest = load_manifest(path_prefix)
