@@ -88,6 +88,11 @@ def find_source(source: Path, step: Optional[int] = None, flag: str = "") -> Res
     Raises:
         CheckpointError: there is none, or the one that is asked for is damaged.
     """
+    try:
+        if (copies := object_copies(source)) is not None:
+            copies.download(step, is_own=False, with_hashes=True)
+    except OSError as error:
+        raise CheckpointError(f"{flag}{error}") from error
     if step is None and (FOLDER_NAME.fullmatch(source.resolve().name) or (source / MANIFEST).is_file()):
         check_complete(source)
         return ResumePoint(read_manifest(source).step, source)

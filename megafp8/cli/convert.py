@@ -37,6 +37,7 @@ from megafp8.cli.command_flags import add_flags, argument, int_flag, switch
 from megafp8.errors import ConfigError
 from megafp8.recipes import registry
 from megafp8.utils.files import path_argument
+from megafp8.utils.object_store import place_argument
 
 if TYPE_CHECKING:
     from megafp8.checkpoint.convert.from_megatron import MegatronImport
@@ -52,8 +53,8 @@ def build_parser() -> argparse.ArgumentParser:
     to_hf = commands.add_parser("to-hf", help="convert a checkpoint to a folder that transformers reads")
     add_flags(
         to_hf,
-        argument("source", "folder of a run (its --save) or of one checkpoint", type=path_argument, metavar="RUN"),
-        argument("output", "folder to create", type=path_argument, metavar="OUT"),
+        argument("source", "folder of a run (its --save) or of one checkpoint", type=place_argument, metavar="RUN"),
+        argument("output", "folder to create", type=place_argument, metavar="OUT"),
         int_flag("--ckpt-step", "checkpoint to convert (default: the newest)"),
         switch("--fp8", "write the weights of linear layers as FP8 codes and scales"),
         argument("--fp8-recipe", "recipe of --fp8: blocks of 128 x 128 as in DeepSeek-V3, or one scale per tensor or "
@@ -70,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_flags(
         from_hf,
         argument("source", "with config.json and safetensors", type=path_argument, metavar="FOLDER"),
-        argument("output", "run folder to create, with a checkpoint of step 0", type=path_argument, metavar="OUT"),
+        argument("output", "run folder to create, with a checkpoint of step 0", type=place_argument, metavar="OUT"),
         int_flag("--make-vocab-size-divisible-by", "pad the vocabulary to a multiple (default: 128)"),
         switch("--drop-mtp-layers", "leave out the layers of multi-token prediction of a DeepSeek-V3; default: refuse "
                "them"),
@@ -92,7 +93,7 @@ def add_megatron_commands(commands: Any) -> tuple[argparse.ArgumentParser, argpa
     """Add the conversions to and from Megatron-LM."""
     to_megatron = commands.add_parser("to-megatron", help="convert a checkpoint to one that Megatron-LM loads")
     to_megatron.add_argument(
-        "source", type=path_argument, metavar="RUN", help="folder of a run (its --save) or of one checkpoint"
+        "source", type=place_argument, metavar="RUN", help="folder of a run (its --save) or of one checkpoint"
     )
     from_megatron = commands.add_parser("from-megatron", help="convert a checkpoint of Megatron-LM to train from")
     from_megatron.add_argument(
@@ -101,7 +102,7 @@ def add_megatron_commands(commands: Any) -> tuple[argparse.ArgumentParser, argpa
     for command in (to_megatron, from_megatron):
         add_flags(
             command,
-            argument("output", "run folder to create", type=path_argument, metavar="OUT"),
+            argument("output", "run folder to create", type=place_argument, metavar="OUT"),
             int_flag("--ckpt-step", "checkpoint to convert (default: the newest)"),
             switch("--no-load-optim", "convert without optimizer state and schedule"),
         )  # fmt: skip

@@ -24,6 +24,7 @@ from megafp8.errors import ConfigError
 from megafp8.recipes import registry
 from megafp8.utils.files import atomic_write_text
 from megafp8.utils.formatting import text_table
+from megafp8.utils.object_store import place_argument
 
 if TYPE_CHECKING:
     from megafp8.training.language_model import LanguageModel
@@ -35,7 +36,8 @@ PRECISIONS = ("checkpoint", "high", "bf16", "fp32", *registry.names())
 def build_parser() -> argparse.ArgumentParser:
     parser = add_flags(
         common.build_command_parser(__doc__),
-        path_flag("--load", "folders of runs (their --save)", required=True, nargs="+", metavar="RUN"),
+        argument("--load", "folders of runs (their --save)", type=place_argument, required=True, nargs="+",
+                 metavar="RUN"),
         int_flag("--ckpt-step", "checkpoints to load of each run (default: the newest)", nargs="+"),
     )  # fmt: skip
     add_flags(

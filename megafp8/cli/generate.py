@@ -23,6 +23,7 @@ from megafp8.cli import common
 from megafp8.cli.command_flags import add_flags, argument, float_flag, int_flag, path_flag, switch
 from megafp8.errors import ConfigError, DataError
 from megafp8.utils.files import atomic_write_text
+from megafp8.utils.object_store import place_argument
 
 if TYPE_CHECKING:
     from megafp8.training.generation import Sample
@@ -34,7 +35,7 @@ show = partial(print, end="", flush=True)  # for parts of the text
 def build_parser() -> argparse.ArgumentParser:
     parser = add_flags(
         common.build_command_parser(__doc__),
-        path_flag("--load", "folder of the run (its --save)", required=True, metavar="RUN"),
+        argument("--load", "folder of the run (its --save)", type=place_argument, required=True, metavar="RUN"),
         int_flag("--ckpt-step", "checkpoint to load (default: the newest)"),
     )  # fmt: skip
     add_flags(

@@ -32,7 +32,7 @@ from megafp8.cli.progress_display import ProgressDisplay
 from megafp8.data.preprocessing.sources import MAX_DOCUMENT_BYTES
 from megafp8.data.tokenizers.build import AUTO, ENCODERS
 from megafp8.errors import ConfigError
-from megafp8.utils.files import path_text
+from megafp8.utils.files import path_or_url_text, path_text
 
 if TYPE_CHECKING:
     from megafp8.data.preprocessing.plan import PreprocessJob
@@ -65,8 +65,8 @@ def build_parser(requires_input: bool = True) -> argparse.ArgumentParser:
     add_flags(
         text.add_mutually_exclusive_group(required=requires_input),
         argument("--input", "files, folders or glob patterns: JSON lines (.jsonl, .json, .ndjson) and plain text "
-                 "(.txt), each also with .gz or .zst, and Parquet (.parquet)", nargs="+", type=path_text, default=[],
-                 metavar="NAME"),
+                 "(.txt), each also with .gz or .zst, and Parquet (.parquet)", nargs="+", type=path_or_url_text,
+                 default=[], metavar="NAME"),
         argument("--hf-dataset", "name of a Hugging Face dataset, downloaded if needed", metavar="NAME"),
     )  # fmt: skip
     add_flags(

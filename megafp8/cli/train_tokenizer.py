@@ -20,13 +20,13 @@ from megafp8.cli.command_flags import add_flags, argument, int_flag, switch
 from megafp8.cli.common import build_command_parser, returns_exit_status
 from megafp8.data.preprocessing import tokenizer_training
 from megafp8.data.preprocessing.sources import MAX_DOCUMENT_BYTES
-from megafp8.utils.files import path_text
+from megafp8.utils.files import path_or_url_text, path_text
 
 
 def build_parser() -> argparse.ArgumentParser:
     return add_flags(
         build_command_parser(__doc__),
-        argument("--input", "text files, in the formats of megafp8 preprocess", nargs="+", type=path_text,
+        argument("--input", "text files, in the formats of megafp8 preprocess", nargs="+", type=path_or_url_text,
                  required=True),
         argument("--json-key", "key of the text in a JSON line (default: %(default)s)", default="text"),
         argument("--vocab-size", "number of ids, including 261 fixed ones (byte-bpe: 257)", type=int, required=True),

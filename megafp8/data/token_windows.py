@@ -13,9 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megafp8.data.object_tokens import ObjectReader, ObjectTokens
 from megafp8.data.shards import bin_path, read_index
 from megafp8.data.tokenizers.build import Tokenizer
 from megafp8.errors import DataError
+from megafp8.utils.object_store import is_url
 
 DOCUMENTS_PER_CALL = 64
 
@@ -28,6 +30,11 @@ def shard_documents(prefixes: Sequence[str]) -> Iterator[np.ndarray]:
     """
     for prefix in prefixes:
         index = read_index(prefix)
+        if is_url(prefix):
+            reader = ObjectReader(ObjectTokens(prefix))
+            for first, length in zip(index.sequence_pointers, index.sequence_lengths, strict=True):
+                yield reader.read(index.dtype, int(length), int(first))
+            continue
         tokens = np.memmap(bin_path(prefix), dtype=np.uint8, mode="r") if index.num_tokens else np.empty(0, np.uint8)
         for first, length in zip(index.sequence_pointers, index.sequence_lengths, strict=True):
             stop = int(first) + int(length) * index.dtype.itemsize

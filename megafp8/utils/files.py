@@ -287,12 +287,25 @@ def printable(text: str) -> str:
     return text if len(text) <= MAX_PRINTED_CHARS else f"{text[:MAX_PRINTED_CHARS]}..."
 
 
+URL_MARK = "://"
+
+
 def path_text(text: str) -> str:
     """argparse `type` of an argument that is a path or a path prefix.
 
     Raises:
-        argparse.ArgumentTypeError: `path_problem`.
+        argparse.ArgumentTypeError: `path_problem`, or it is a URL.
     """
+    if URL_MARK in text:
+        raise argparse.ArgumentTypeError(
+            f"{printable(text)} is a URL, but this flag takes a path: copy it to a folder first (the flags that take "
+            "URLs are in docs/object_storage.md)"
+        )
+    return path_or_url_text(text)
+
+
+def path_or_url_text(text: str) -> str:
+    """As `path_text`, but it may be the URL of an object."""
     if problem := path_problem(text):
         raise argparse.ArgumentTypeError(f"{printable(text)} {problem}")
     return text

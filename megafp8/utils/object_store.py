@@ -10,6 +10,7 @@ downloaded to it or uploaded from it.
 
 from __future__ import annotations
 
+import argparse
 import errno
 import functools
 import os
@@ -23,7 +24,15 @@ from pathlib import Path
 from typing import Any, Optional, TypeVar
 from urllib.parse import urlsplit
 
-from megafp8.utils.files import AnyPath, atomic_write_text, file_sha256, publish, sync_file, temporary_name
+from megafp8.utils.files import (
+    AnyPath,
+    atomic_write_text,
+    file_sha256,
+    path_or_url_text,
+    publish,
+    sync_file,
+    temporary_name,
+)
 from megafp8.utils.strict_yaml import read_yaml
 
 SCHEMES = ("s3", "gs", "az")
@@ -84,10 +93,16 @@ class ObjectError(OSError):
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """Size in bytes, and the tag that changes with the content."""
+    """Size in bytes, the tag that changes with the content, and the time of the last change."""
 
     num_bytes: int
     etag: str
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> ObjectInfo:
+        """From what obstore says of an object."""
+        return cls(found["size"], found["e_tag"] or "", int(found["last_modified"].timestamp() * 1e9))
 
 
 # ---- names ---------------------------------------------------------------------------------------------------------
@@ -239,7 +254,7 @@ class ObjectFolder:
             if error.errno == errno.ENOENT:
                 return None
             raise
-        return ObjectInfo(found["size"], found["e_tag"] or "")
+        return ObjectInfo.of(found)
 
     def find(self, folder: str = "", is_deep: bool = True) -> dict[str, ObjectInfo]:
         """The objects in a folder, by name; with `is_deep` also those in folders in it."""
@@ -250,7 +265,7 @@ class ObjectFolder:
                 found = [each for chunk in obstore.list(self._store, folder or None) for each in chunk]
             else:
                 found = list(obstore.list_with_delimiter(self._store, folder or None)["objects"])
-            return {each["path"]: ObjectInfo(each["size"], each["e_tag"] or "") for each in found}
+            return {each["path"]: ObjectInfo.of(each) for each in found}
 
         return self._call(folder, request)
 
@@ -467,4 +482,17 @@ def fetch(folder: ObjectFolder, name: str, path: Path, info: Optional[ObjectInfo
         return
     record.unlink(missing_ok=True)
     folder.download(name, path, info=info)
+    os.utime(path, ns=(info.mtime_ns, info.mtime_ns))
     atomic_write_text(record, stamp)
+
+
+def place_argument(text: str) -> Path:
+    """argparse `type` of a folder or its URL, which becomes its place in the local cache.
+
+    Raises:
+        argparse.ArgumentTypeError: an invalid path or URL.
+    """
+    try:
+        return local_path(path_or_url_text(text))
+    except ObjectError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from megafp8.checkpoint.convert.tensor_mapping import TensorMapping
 from megafp8.checkpoint.directory import SPARE_BYTES, UNFINISHED
+from megafp8.checkpoint.manifest import MANIFEST
 from megafp8.config.schema import PrecisionConfig
 from megafp8.errors import CapabilityError, CheckpointError
 from megafp8.quantization.quantize import dequantize, quantize
@@ -39,6 +40,7 @@ from megafp8.recipes.base import FULL_DIM, Block, BlockShape, Gemm, Operand, Ope
 from megafp8.recipes.formats import E4M3
 from megafp8.utils import strict_json
 from megafp8.utils.files import LIST_BYTES, UnreadableFile, open_regular, sync_file, sync_folder
+from megafp8.utils.object_store import ObjectFolder, url_of
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 PICKLE_PATTERNS = ("pytorch_model*.bin", "*.pth", "*.pt")
@@ -234,10 +236,17 @@ def split_into_files(batches: Sequence[TensorBatch], max_bytes: int) -> list[lis
 def publish_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder, which is renamed to `path` on success and deleted on failure.
 
+    If `path` is the place of a URL in the local cache, the folder is then uploaded.
+
     Raises:
         CheckpointError: `path` exists, or the folder cannot be made or a file cannot be read or written.
     """
-    unfinished = path.with_name(path.name + UNFINISHED)
+    unfinished, url = path.with_name(path.name + UNFINISHED), url_of(path)
+    try:
+        if url is not None and ObjectFolder(url).find():
+            raise CheckpointError(f"{url} exists; give a folder that does not")
+    except OSError as error:
+        raise CheckpointError(str(error)) from error
     if path.exists():
         raise CheckpointError(f"{path} exists; give a folder that does not")
     try:
@@ -255,11 +264,26 @@ def publish_folder(path: Path) -> Iterator[Path]:
                 sync_file(file)
         os.rename(unfinished, path)
         sync_folder(path.parent)
+        if url is not None:
+            upload_folder(path, url)
     except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         if isinstance(error, OSError):
             raise CheckpointError(f"{path} was not written: {error}") from error
         raise
+
+
+def upload_folder(path: Path, url: str) -> None:
+    """Upload a folder; what makes it one of its kind comes last.
+
+    Raises:
+        ObjectError: a request failed. The local folder stays.
+    """
+    folder = ObjectFolder(url)
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    for file in sorted(files, key=lambda file: file.name in (MANIFEST, "config.json")):
+        folder.upload(file, file.relative_to(path).as_posix())
+    print(f"uploaded to {url}, {len(files)} files; a copy is in {path}", flush=True)
 
 
 def scale_suffixes() -> tuple[str, ...]:

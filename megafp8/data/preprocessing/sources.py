@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from glob import glob, has_magic
 from pathlib import Path
 from typing import Any, Optional
@@ -16,6 +17,7 @@ from typing import Any, Optional
 from megafp8.errors import CapabilityError, DataError
 from megafp8.utils.files import path_problem
 from megafp8.utils.installation import pip_install
+from megafp8.utils.object_store import ObjectFolder, fetch, is_url, local_path
 from megafp8.utils.suggestions import hub_hint
 
 JSONL, TEXT, PARQUET, DATASET = "jsonl", "text", "parquet", "dataset"
@@ -161,6 +163,8 @@ def import_zstd(path: str) -> Any:
 
 def _find_files(name: str) -> tuple[list[Path], list[Path]]:
     """The files that an --input names, and the matching files that are left out."""
+    if is_url(name):
+        return _download(name), []
     if Path(name).is_dir():
         found = sorted(path for path in Path(name).rglob("*") if path.is_file() and _kind_of(path.name) is not None)
     elif has_magic(name) and not Path(name).exists():
@@ -169,6 +173,31 @@ def _find_files(name: str) -> tuple[list[Path], list[Path]]:
         return [Path(name)] if Path(name).is_file() else [], []
     left_out = [path for path in found if _is_tool_output(path)]
     return [path for path in found if path not in set(left_out)], left_out
+
+
+def _download(url: str) -> list[Path]:
+    """Copy an object, those of a folder or those that match a pattern to the local cache.
+
+    Raises:
+        DataError: they cannot be read.
+    """
+    names = url.split("/")
+    first = next((number for number, name in enumerate(names) if has_magic(name)), len(names) - 1)
+    try:
+        folder = ObjectFolder("/".join(names[:first]))
+        name = "/".join(names[first:])
+        if has_magic(name):
+            found = {each: info for each, info in folder.find().items() if fnmatch(each, name)}
+        elif info := folder.info(name):
+            found = {name: info}
+        else:
+            found = {each: info for each, info in folder.find(name).items() if _kind_of(each)}
+        places = {each: local_path(folder.name_of(each)) for each in sorted(found)}
+        for each, place in places.items():
+            fetch(folder, each, place, found[each])
+    except OSError as error:
+        raise DataError(f"--input {error}") from error
+    return [place for place in places.values() if not _is_tool_output(place)]
 
 
 def _is_tool_output(path: Path) -> bool:

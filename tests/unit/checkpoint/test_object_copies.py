@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from object_server import FAULTS, ObjectServer, object_server
 
+from megafp8.checkpoint.convert.safetensors_files import publish_folder
 from megafp8.checkpoint.directory import (
     Retention,
     checkpoint_path,
@@ -20,7 +21,7 @@ from megafp8.checkpoint.directory import (
 )
 from megafp8.checkpoint.manifest import FileEntry, Manifest, find_damage
 from megafp8.checkpoint.object_copies import BackgroundUpload, ObjectCopies, object_copies
-from megafp8.checkpoint.resume_point import retire_newer
+from megafp8.checkpoint.resume_point import find_source, retire_newer
 from megafp8.errors import CheckpointError
 from megafp8.utils import object_store
 from megafp8.utils.files import file_sha256
@@ -267,3 +268,28 @@ def test_random_faults_over_saves_and_resumes(
 
 def test_other_folders_have_no_copies(tmp_path: Path) -> None:
     assert object_copies(tmp_path) is None and object_copies(None) is None
+
+
+def test_exported_folders_are_uploaded(
+    machine: Callable[[str], ObjectCopies], server: ObjectServer, tmp_path: Path
+) -> None:
+    out = machine("a").folder / "model"
+    with publish_folder(out) as folder:
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(b"weights")
+    copies = object_copies(out)
+    assert copies is not None and set(copies.store.find()) == {"config.json", "model.safetensors"}
+    assert [each for each in server.requests if each.startswith("PUT")][-1].endswith("/model/config.json")
+    shutil.rmtree(out)
+    with pytest.raises(CheckpointError, match=f"{copies.store.url} exists".replace("[", ".")), publish_folder(out):
+        pass
+
+
+def test_commands_read_runs_in_object_storage(machine: Callable[[str], ObjectCopies]) -> None:
+    a = machine("a")
+    save(a.folder, 2)
+    a.upload(2, None)
+    b = machine("b")
+    assert find_source(b.folder).path == checkpoint_path(b.folder, 2)
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        find_source(b.folder / "other")
