@@ -3,18 +3,22 @@ name (`single_writer.py`) and with the tokenizer's own library.
 
     python benchmarks/preprocess.py --folder runs/preprocess [--megabytes 400] [--rounds 3] [--json FILE]
     python benchmarks/preprocess.py --folder runs/preprocess --memory-limit-mb 600 --megabytes 2000
+    python benchmarks/preprocess.py --folder runs/preprocess --cases byte-level --megabytes 100 --parts --datatrove
 
 The first command creates a corpus (Python's standard library, repeated with other words), trains four tokenizers, and
 runs both pipelines alternately as separate processes on the same text: the shards must be byte-identical. Bar: 20 times
 the documents per second for byte-pair encodings. If gigatoken does not support the tokenizer, the bar is 0.85 of the
 speed of the library's batch calls on texts in memory, on the same number of cores. The second command sets a memory
-limit for each process and reports the peak.
+limit for each process and reports the peak. The third adds two sides: as many `--part`s with a worker each, and their
+merge, whose shards must be equal too; and datatrove's tokenizer. Bar: a fifth of datatrove's CPU time.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
+import itertools
 import json
 import os
 import random
@@ -22,6 +26,7 @@ import re
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +44,7 @@ from megafp8.data.preprocessing.tokenizer_training import train_tokenizer
 from megafp8.data.shards import load_manifest
 from megafp8.data.tokenizers.build import build_tokenizer
 
-BPE_BAR, LIBRARY_BAR = 20.0, 0.85
+BPE_BAR, LIBRARY_BAR, DATATROVE_BAR = 20.0, 0.85, 5.0
 DOCUMENT_CHARACTERS = 3000
 CHANGED_FRACTION = 0.05
 WORD = re.compile(r"[A-Za-z]{5,}")
@@ -162,6 +167,33 @@ def run_pipeline(script: str, case: Case, corpus: Path, prefix: Path, workers: i
     return process_times_ms([script, *common, *case.flags, *more])
 
 
+def run_parts(case: Case, corpus: Path, prefix: Path, count: int) -> tuple[float, float]:
+    """Make the parts at the same time, in a process each, and merge them; wall and CPU time."""
+    command = [
+        sys.executable, "tools/preprocess_data.py", "--input", str(corpus), "--output-prefix", str(prefix),
+        "--workers", "1", "--append-eod", "--overwrite", *case.flags,
+    ]  # fmt: skip
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    quiet: dict[str, Any] = {"cwd": ROOT, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    parts = [subprocess.Popen([*command, "--part", f"{number}/{count}"], **quiet) for number in range(1, count + 1)]
+    assert [part.wait() for part in parts] == [0] * count
+    subprocess.run([*command, "--merge-parts"], check=True, **quiet)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return (time.perf_counter() - start) * 1e3, cpu_s * 1e3
+
+
+def divide_lines(corpus: Path, count: int) -> Path:
+    """Write the corpus as so many files, for datatrove, which divides work by files; return their folder."""
+    folder = corpus.with_suffix(f".{count}")
+    folder.mkdir(exist_ok=True)
+    with contextlib.ExitStack() as stack, open(corpus, "rb") as lines:
+        files = [stack.enter_context(open(folder / f"{number}.jsonl", "wb")) for number in range(count)]
+        for number, line in enumerate(lines):
+            files[number % count].write(line)
+    return folder
+
+
 def run_library(case: Case, corpus: Path, workers: int) -> tuple[float, float]:
     """Call the library's batch calls on texts in memory, in as many processes; wall and CPU time of the calls alone."""
     import multiprocessing
@@ -202,13 +234,20 @@ def compare(case: Case, corpus: Path, folder: Path, options: argparse.Namespace)
     else:
         sides["megafp8"] = partial(sides["megafp8"], "--encoder", "library")
         sides["library alone"] = partial(run_library, case, corpus, options.workers)
+    if options.parts:
+        sides["parts and merge"] = partial(run_parts, case, corpus, folder / "parts", options.workers)
+    if options.datatrove:
+        files = divide_lines(corpus, options.workers)
+        sides["datatrove"] = partial(
+            run_pipeline, "benchmarks/datatrove_tokenizer.py", case, files, folder / "datatrove", options.workers
+        )
     times = timing.take_turns(sides, rounds=options.rounds, warmup=options.warmup, times_ms=lambda run: run())
     manifest = load_manifest(f"{ours}_text_document")
     assert manifest is not None
-    if not options.library:
-        for suffix in (".bin", ".idx"):
-            same = subprocess.run(["cmp", f"{ours}_text_document{suffix}", f"{theirs}_text_document{suffix}"])
-            assert same.returncode == 0, f"{case.name}: the pipelines made other shards"
+    equal = [theirs] * (not options.library) + [folder / "parts"] * options.parts
+    for other, suffix in itertools.product(equal, (".bin", ".idx")):
+        same = subprocess.run(["cmp", f"{ours}_text_document{suffix}", f"{other}_text_document{suffix}"])
+        assert same.returncode == 0, f"{case.name}: {other.name} made other shards"
     reference = "megafp8"
     others = [name for name in sides if name != reference]
     ratios = {name: timing.ratios_to(reference, times)[name] for name in others}
@@ -261,6 +300,8 @@ def main(argv: Optional[list[str]] = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=0)
     parser.add_argument("--library", action="store_true", help="compare --encoder library with the library alone")
+    parser.add_argument("--parts", action="store_true", help="add a --part for each worker, and their merge")
+    parser.add_argument("--datatrove", action="store_true", help="add datatrove's tokenizer")
     parser.add_argument("--memory-limit-mb", type=int, help="run megafp8 alone, with so much memory for each process")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     options = parser.parse_args(argv)
@@ -277,8 +318,10 @@ def main(argv: Optional[list[str]] = None) -> None:
     print_table(results)
     for case in cases:
         for side, ratio in results[case.name]["ratios"].items():
-            bar = LIBRARY_BAR if side == "library alone" else BPE_BAR if case.is_bpe else None
-            median = ratio["wall"].median
+            bar = {"library alone": LIBRARY_BAR, "datatrove": DATATROVE_BAR, "parts and merge": None}.get(
+                side, BPE_BAR if case.is_bpe else None
+            )
+            median = ratio["cpu" if side == "datatrove" else "wall"].median
             verdict = "" if bar is None else f", {'within' if median >= bar else 'UNDER'} the bar of {bar:g}"
             print(f"{case.name}: {side} takes {median:.2f} times as long{verdict}")
     print(f"load of the machine: {os.getloadavg()[0]:.1f} over {os.cpu_count()} cores; this benchmark alone is about 2")

@@ -234,7 +234,14 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
         "bash examples/precision_table.sh": f"{RUN_BY}tests/cli/test_examples.py",
         "megafp8 precision-table": f"{RUN_BY}tests/cli/test_precision_table_command.py",
     },
-    "docs/data.md": dict.fromkeys(("curl", "megafp8 preprocess --hf-dataset"), "needs a network"),
+    "docs/data.md": {
+        **dict.fromkeys(("curl", "megafp8 preprocess --hf-dataset"), "needs a network"),
+        "pip install": "installs packages",
+        **dict.fromkeys(
+            ("python examples/clean_with_datatrove.py", "megafp8 preprocess --input data/clean/text"),
+            f"{RUN_BY}tests/cli/test_datatrove.py",
+        ),
+    },
     "docs/wandb.md": {"pip install": "installs packages"}
     | dict.fromkeys(("wandb login", "wandb sync"), "needs an account"),
     "docs/install.md": dict.fromkeys(
