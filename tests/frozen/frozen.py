@@ -246,6 +246,8 @@ def main(kind: str) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] not in (["lines"], ["runs"]):
+        sys.exit(__doc__)
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     main(sys.argv[1])
