@@ -43,6 +43,7 @@ INSTALL = "pip install 'megafp8[storage]'"
 # A request holds this much: an object is read by ranges, and written in parts, of which services allow 10,000.
 PART_BYTES, MAX_PARTS = 1 << 24, 9_000
 NUM_THREADS = 8
+MAX_PAUSE_S = 30.0
 ETAG_SUFFIX = ".etag"
 T = TypeVar("T")
 
@@ -52,12 +53,12 @@ class RetryPolicy:
     """How long requests are repeated.
 
     Attributes:
-        attempts: of an operation; the pause before the next doubles from `backoff_s` on.
+        attempts: of an operation; the pause before the next doubles from `backoff_s` on, up to `MAX_PAUSE_S`.
         timeout_s: of one request.
         request_retries: of one request within an attempt.
     """
 
-    attempts: int = 6
+    attempts: int = 8
     backoff_s: float = 0.5
     timeout_s: float = 60.0
     request_retries: int = 3
@@ -238,7 +239,7 @@ class ObjectFolder:
             if error.is_permanent:
                 break
             if attempt + 1 < POLICY.attempts:
-                time.sleep(POLICY.backoff_s * 2**attempt)
+                time.sleep(min(MAX_PAUSE_S, POLICY.backoff_s * 2**attempt))
         if not error.is_permanent:
             error = ObjectError(error.number, f"{error.strerror}, {POLICY.attempts} attempts failed", error.filename)
         # Without the cause: the service's text may quote the access key or a signature.

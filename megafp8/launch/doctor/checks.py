@@ -20,6 +20,7 @@ LIBRARIES = (
     "numpy", "psutil", "pyyaml", "sentencepiece", "tensorboard", "matplotlib", "scipy", "jinja2", "tqdm",
     "packaging", "argcomplete", "google-crc32c",
 )  # fmt: skip
+OPTIONAL_LIBRARIES = ("obstore",)  # object storage
 MIN_SHARED_MEMORY_BYTES = 2**30
 MIN_OPEN_FILES = 4096
 MIN_FREE_BYTES, FULL_BYTES = 20 * 2**30, 2**30
@@ -158,7 +159,8 @@ def libraries(machine: Machine) -> Iterator[DoctorResult]:
     elif problem := import_problem(machine, "numpy", "numpy", "pip install --force-reinstall numpy"):
         yield problem
     else:
-        yield ok(", ".join(f"{name} {machine.packages[name]}" for name in LIBRARIES))
+        found = [name for name in (*LIBRARIES, *OPTIONAL_LIBRARIES) if name in machine.packages]
+        yield ok(", ".join(f"{name} {machine.packages[name]}" for name in found))
 
 
 def transformer_engine(machine: Machine) -> Iterator[DoctorResult]:
