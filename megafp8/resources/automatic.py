@@ -330,11 +330,14 @@ def _dispatcher(config: RunConfig, target: Target, world_size: int) -> tuple[Val
     if is_given or not is_mixture(config.model) or ranks == 1 or not _has_te_layers(config, target):
         return {}, []
     gpu = find_gpu(target.name)
-    node_size = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or (gpu.gpus_per_node if gpu else 0)
+    # A dry run for other machines may itself have been started by a launcher.
+    is_here = os.environ.get("WORLD_SIZE") == str(world_size)
+    node_size = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) if is_here else 0
+    node_size = node_size or (gpu.gpus_per_node if gpu else 0)
     problems = itertools.chain(
+        peer_problems(config),
         ["a kind of GPU whose links are not known"] if gpu is None else [],
         [f"{ranks} ranks on nodes of {node_size}"] if node_size % ranks else [],
-        peer_problems(config),
     )
     if problem := next(problems, None):
         return {}, [Choice("--moe-token-dispatcher-type", token_dispatcher(config), problem)]

@@ -255,3 +255,31 @@ def test_every_automatic_setting_is_listed() -> None:
     mixture, chosen_mixture = flags.parse(experts).config, check(*flags.parse_with_problems(experts)).invocation.config
     changed = settings.diff(requested, recorded) + settings.diff(mixture, chosen_mixture)
     assert {line.partition(":")[0] for line in changed} == set(settings_with(Role.AUTOMATIC))
+
+
+EXPERT_RANKS = f"{MIXTURE.replace('--moe-token-dispatcher-type alltoall', '')} --expert-model-parallel-size"
+
+
+@pytest.mark.parametrize(
+    ("extra", "world_size", "environment", "value", "reason"),
+    [
+        (f"{EXPERT_RANKS} 2", 2, {}, "peer", "memory"),
+        (f"{EXPERT_RANKS} 4", 8, {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, "peer", "memory"),
+        (f"{EXPERT_RANKS} 4", 8, {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2"}, "alltoall", "4 ranks on nodes of 2"),
+        (f"{EXPERT_RANKS} 4", 8, {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}, "peer", "memory"),  # of another run
+        (f"{EXPERT_RANKS} 2 --moe-dispatch-in-fp8 {DELAYED}", 2, {}, "alltoall", "--moe-dispatch-in-fp8"),
+        (
+            f"{EXPERT_RANKS} 2 --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
+            4, {}, "alltoall", "--tensor-model-parallel-size 2",
+        ),
+    ],
+)  # fmt: skip
+def test_ranks_of_a_node_write_into_each_others_memory(
+    extra: str, world_size: int, environment: dict[str, str], value: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in environment.items():
+        monkeypatch.setenv(name, text)
+    choices = validated(extra, world_size=world_size).choices
+    (choice,) = (each for each in choices if each.flag == "--moe-token-dispatcher-type")
+    assert choice.value == value and reason in choice.reason
+    assert (chosen(extra, world_size=world_size)["--cuda-graph-impl"] == "local") == (value == "peer")
