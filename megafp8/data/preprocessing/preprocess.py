@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Optional, Union
 from megafp8.data.preprocessing.assembly import ShardAssembly
 from megafp8.data.preprocessing.part_files import LOCK, SETUP_LOCK, PartFolder, PartRecord
 from megafp8.data.preprocessing.plan import InputTask, PreprocessJob, build_tasks, choose_part_bytes, divide
-from megafp8.data.preprocessing.shares import ProgressFile, Share, ShareProgress, divide_tasks, owns, total_bytes
+from megafp8.data.preprocessing.shares import ProgressFile, Share, ShareProgress, divide_tasks, owner, total_bytes
 from megafp8.data.preprocessing.sources import find_sources
 from megafp8.data.preprocessing.table_readers import find_dataset
 from megafp8.data.preprocessing.workers import Worker, run_tasks, sample_texts
@@ -265,7 +265,7 @@ class _JobRun:
     def _make_tasks(self, share: Share, choice: EncoderChoice, part_bytes: int) -> ShareProgress:
         units = divide(self.sources, self.job.json_keys, part_bytes)
         tasks = divide_tasks(units, self.sources, share.count)[share.number - 1]
-        self._drop_damaged(lambda name: owns(tasks, name))
+        self._drop_damaged(owner(tasks))
         file = ProgressFile(self.folder, share)
         on_progress = self.on_progress
 

@@ -9,7 +9,7 @@ import heapq
 import json
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Optional
@@ -88,15 +88,19 @@ def total_bytes(tasks: Sequence[InputTask], sources: Sequence[InputSource]) -> i
     return sum(_input_bytes(task, sources) for task in tasks)
 
 
-def owns(tasks: Sequence[InputTask], name: str) -> bool:
-    """Whether one of the tasks makes the part of this name."""
-    unit, _, block = name.partition("-")
-    return any(
-        task.name == name
-        if isinstance(task, InputPart)
-        else task.stream.name == unit and block.isdigit() and int(block) % task.count == task.number
-        for task in tasks
-    )
+def owner(tasks: Sequence[InputTask]) -> Callable[[str], bool]:
+    """Return a function that says whether one of the tasks makes the part of a name."""
+    names = {task.name for task in tasks if isinstance(task, InputPart)}
+    stripes = [task for task in tasks if isinstance(task, Stripe)]
+
+    def owns(name: str) -> bool:
+        stream, _, block = name.partition("-")
+        return name in names or any(
+            stripe.stream.name == stream and block.isdigit() and int(block) % stripe.count == stripe.number
+            for stripe in stripes
+        )
+
+    return owns
 
 
 class ProgressFile:

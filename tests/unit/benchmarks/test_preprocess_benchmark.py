@@ -33,6 +33,12 @@ def test_both_pipelines(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "tiktoken: single writer takes" in capsys.readouterr().out
 
 
+def test_parts_and_their_merge(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    preprocess.main([*SMALL.split(), "--folder", str(folder), "--cases", "tiktoken", "--parts", "--json", str(path)])
+    assert "parts and merge" in json.loads(path.read_text())["results"]["tiktoken"]["times"]
+
+
 def test_different_shards_are_detected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(script: str, case: object, corpus: Path, prefix: Path, *more: object) -> tuple[float, float]:
         if "single_writer" not in script:
