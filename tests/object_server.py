@@ -131,7 +131,7 @@ class ObjectServer:
 @contextmanager
 def object_server() -> Iterator[ObjectServer]:
     """Start a server, with its address and its credentials in the environment. Skips without obstore or moto."""
-    pytest.importorskip("obstore", reason="obstore is not installed (pip install 'megafp8[storage]')")
+    pytest.importorskip("obstore", reason="obstore is not installed (pip install -e '.[storage]')")
     moto = pytest.importorskip("moto.server", reason="moto is not installed (pip install 'moto[server]')")
     import logging
 

@@ -33,13 +33,13 @@ from megafp8.utils.files import (
     sync_file,
     temporary_name,
 )
+from megafp8.utils.installation import pip_install
 from megafp8.utils.strict_yaml import read_yaml
 
 SCHEMES = ("s3", "gs", "az")
 MSC = "msc"
 MSC_SCHEMES = {"s3": "s3", "gcs": "gs", "azure": "az"}  # by the type of an MSC profile's storage_provider
 CACHE_VARIABLE = "MEGAFP8_CACHE"
-INSTALL = "pip install 'megafp8[storage]'"
 # A request holds this much: an object is read by ranges, and written in parts, of which services allow 10,000.
 PART_BYTES, MAX_PARTS = 1 << 24, 9_000
 NUM_THREADS = 8
@@ -407,7 +407,9 @@ def _open_store(place: Location) -> Any:
     try:
         from obstore.store import from_url
     except ModuleNotFoundError as error:
-        raise ObjectError(errno.ENOPKG, f"object storage needs obstore: {INSTALL}", str(place)) from error
+        raise ObjectError(
+            errno.ENOPKG, f"object storage needs obstore: {pip_install('storage')}", str(place)
+        ) from error
     variables = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
     endpoint = place.endpoint or next((value for name in variables if (value := os.environ.get(name))), "")
     options: dict[str, Any] = {"timeout": timedelta(seconds=POLICY.timeout_s), "connect_timeout": timedelta(seconds=10)}

@@ -154,7 +154,6 @@ SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     },
     "docs/muon.md": {"megafp8 pretrain --model-preset tiny": {END: f"{SHAPE} {SHORT} --seq-length 32"}},
     "docs/reliability.md": {
-        "megafp8 pretrain --model-preset tiny": {END: f"{SHAPE} --seq-length 32 {SHORT} --loss-scale-window 2"},
         "torchrun": RANKS | {"FLAGS": FLAGS},
         "megafp8 supervise": SUPERVISED,
     },
@@ -238,6 +237,10 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("curl", "megafp8 preprocess --hf-dataset"), "needs a network"),
         "pip install": "installs packages",
         "python examples/clean_with_datatrove.py": f"{RUN_BY}tests/cli/test_datatrove.py",
+    },
+    "docs/object_storage.md": {
+        "pip install": "installs packages",
+        "megafp8 pretrain": f"{RUN_BY}tests/faults/test_object_storage_runs.py",
     },
     "docs/wandb.md": {"pip install": "installs packages"}
     | dict.fromkeys(("wandb login", "wandb sync"), "needs an account"),

@@ -1,4 +1,5 @@
-"""Runs whose checkpoints are in object storage: killed, moved to another machine, and with a store that fails."""
+"""Runs of `megafp8 pretrain` with checkpoints and data in object storage: killed, moved to another machine, and with a
+store that fails."""
 
 from __future__ import annotations
 
