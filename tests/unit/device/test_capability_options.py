@@ -145,6 +145,11 @@ def test_experts_in_one_launch_need_a_gpu(target: Target, settings: dict[str, An
         assert reason in only_problem(config, target)
 
 
+def test_tokens_are_written_into_the_memory_of_gpus_only() -> None:
+    config = with_values(RunConfig(), {"model.num_experts": 4, "parallel.moe_token_dispatcher_type": "peer"})
+    assert "--moe-token-dispatcher-type peer needs a GPU" in only_problem(config, CPU)
+
+
 def test_messages_of_warmup_and_flush_overlap_on_gpus_only() -> None:
     config = with_values(RunConfig(), {"parallel.overlap_p2p_comm_warmup_flush": True})
     found = capability.implementation_problems(config, capability.TARGETS["cpu"], EMULATED)
