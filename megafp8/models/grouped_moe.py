@@ -319,6 +319,9 @@ class PeerMoELayer(GroupedMoELayer):
         """The output of the experts of all ranks [S, B, H], and no bias."""
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         arrived = to_experts(self.exchange, tokens, *probs)
+        if self.experts.load is not None and torch.is_grad_enabled():
+            row_bytes = tokens.shape[1] * tokens.itemsize
+            self.experts.load.add_dispatched(arrived.num_from_others(self.exchange) * row_bytes)
         top_k = min(self.config.moe_router_topk, self.num_local_experts)
         sums = self.experts.compute(arrived.rows, arrived.probs, arrived.routing_map, top_k, room=self.exchange.room)
         return from_experts(self.exchange, sums, arrived).view_as(hidden_states), None

@@ -237,6 +237,11 @@ class Arrived(NamedTuple):
     routing_map: Tensor
     scores: Tensor
 
+    def num_from_others(self, exchange: Exchange) -> Tensor:
+        """Rows that other ranks have sent, on the device."""
+        of_ranks = self.routing_map.view(exchange.size, -1, exchange.num_experts).any(-1).sum(1)
+        return of_ranks.sum() - of_ranks[exchange.rank]
+
 
 def to_experts(exchange: Exchange, rows: Tensor, probs: Tensor, routing_map: Tensor) -> Arrived:
     """Send tokens [T, W] to the ranks of their experts.

@@ -63,6 +63,13 @@ def exchanged(case: str) -> list[Any]:
     return [tensor.detach().tolist() for tensor in (result, rows.grad, scores.grad, weights.grad)]
 
 
+def received(case: str) -> int:
+    group, rank = dist.group.WORLD, dist.get_rank()
+    rows, scores, chosen, _ = inputs(rank, case)
+    exchange = exchange_of(group, EXPERTS // dist.get_world_size())
+    return int(to_experts(exchange, rows, scores, chosen).num_from_others(exchange))
+
+
 def expected(world_size: int, case: str) -> list[tuple[Tensor, ...]]:
     """The same in one process."""
     weights, found = expert_weights().requires_grad_(), []
@@ -80,3 +87,10 @@ def test_results_and_gradients_are_those_of_one_process(world_size: int, case: s
     for found, reference in zip(run_ranks(world_size, exchanged, case), expected(world_size, case), strict=True):
         for mine, theirs in zip(found, reference, strict=True):
             torch.testing.assert_close(torch.tensor(mine, dtype=theirs.dtype), theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_rows_of_other_ranks_are_counted() -> None:
+    """Each token counts once on a rank, however many experts it has there."""
+    assert run_ranks(2, received, "one rank") == [TOKENS, 0]
+    chosen = [inputs(rank, "random")[2].view(TOKENS, 2, -1).any(-1).sum(0).tolist() for rank in range(2)]
+    assert run_ranks(2, received, "random") == [chosen[1][0], chosen[0][1]]

@@ -66,7 +66,7 @@ class LoadCollector:
         """Add the rows that the experts of this rank multiply in a microbatch, padding included."""
         self.num_rows.add_(num_rows / self.num_copies)
 
-    def add_dispatched(self, num_bytes: int) -> None:
+    def add_dispatched(self, num_bytes: Union[int, Tensor]) -> None:
         """Add the bytes of tokens that this rank received from other expert-parallel ranks in a microbatch."""
         self.num_bytes.add_(num_bytes)
 
