@@ -30,9 +30,10 @@ def main() -> None:
         str(options.output_prefix / "tokens"), str(options.tokenizer_model / "tokenizer.json"),
         eos_token="<|endoftext|>", shuffle_documents=False,
     )  # fmt: skip
+    # CPU time counts processes that this one waits for, which are not those of a fork server.
     LocalPipelineExecutor(
         [JsonlReader(options.input), tokens], tasks=options.workers, workers=options.workers,
-        logging_dir=str(options.output_prefix / "logs"),
+        logging_dir=str(options.output_prefix / "logs"), start_method="fork",
     ).run()  # fmt: skip
 
 
