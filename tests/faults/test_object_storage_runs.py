@@ -4,6 +4,7 @@ store that fails."""
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,15 +83,36 @@ def test_a_store_that_fails_ends_the_run_with_the_checkpoint_kept(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("flags", ["", "--async-save"])
 def test_a_stopped_run_has_uploaded_its_checkpoint(
-    server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str
 ) -> None:
     run = machine(tmp_path, "a", monkeypatch)
-    ended = run.start("term:rank=1,step=5,at=step.begin", FOLDERS)
+    ended = run.start("term:rank=1,step=5,at=step.begin", f"{FOLDERS} {flags}")
     assert set(ended.statuses) == {75}
     step = complete_steps(run.folder)[-1]
     assert events(run, "checkpoint uploaded")[-1][0] == step
     assert any(f"PUT /bucket/run/iter_{step:07d}/manifest.json" in request for request in server.requests)
+
+
+@pytest.mark.slow
+def test_a_slow_link_is_reported_and_loses_nothing(
+    server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next save waits. Non-persistent checkpoints, which stay in the cache, do not."""
+
+    def slow(request: str) -> None:
+        if request.startswith("PUT"):
+            time.sleep(0.3)
+
+    server.faults = slow
+    run = machine(tmp_path, "a", monkeypatch)
+    ended = run.start(flags=f"{FOLDERS} --save-interval 4 --non-persistent-save-interval 1")
+    assert set(ended.statuses) == {0}, ended.output
+    late = [step for step, text in events(run, "upload late") if "the link is too slow" in text]
+    assert late and set(late) <= {8, 12, 16}
+    assert [step for step, _ in events(run, "checkpoint uploaded")] == [4, 8, 12, 16]
+    assert not any("non_persistent" in request for request in server.requests if request.startswith("PUT"))
 
 
 @pytest.mark.slow

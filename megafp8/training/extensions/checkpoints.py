@@ -147,7 +147,7 @@ class CheckpointSaver:
 
     def _save_to(self, folder: Path, keep: Optional[Retention], progress: Progress, is_last: bool) -> None:
         run = self._run
-        self._wait_for_previous(progress.step)
+        self._wait_for_previous(progress.step, with_upload=folder == run_folder(run.config))
         self._sinks.flush()  # a run that resumes from here does not repeat the step
         run.watchdog.enter("save", progress.step)
         self._keep, self._started = keep, time.monotonic()
@@ -177,11 +177,12 @@ class CheckpointSaver:
                 self._check(is_waiting=False, is_last=False)
         self.uploads.poll()
 
-    def finish(self, is_last: bool, next_step: Optional[int] = None) -> None:
+    def finish(self, is_last: bool, next_step: Optional[int] = None, with_upload: bool = True) -> None:
         """Wait for an asynchronous save, and for the upload of a checkpoint.
 
         Args:
             next_step: the step that is to be saved next, if any.
+            with_upload: also wait for the upload; a non-persistent checkpoint needs not.
 
         Raises:
             CheckpointError: one failed, and it was the run's last or exceeded `--ckpt-max-failures`.
@@ -189,7 +190,7 @@ class CheckpointSaver:
         if self._under_way is not None:
             self._run.watchdog.enter("save", self._under_way.progress.step)
             self._check(is_waiting=True, is_last=is_last)
-        if (uploaded := self.uploads.wait(next_step)) is None:
+        if not with_upload or (uploaded := self.uploads.wait(next_step)) is None:
             return
         step, error = uploaded
         if error is None:
@@ -197,12 +198,12 @@ class CheckpointSaver:
         else:
             self._failed(step, CheckpointError(f"step {step} cannot be uploaded: {error}"), is_last)
 
-    def _wait_for_previous(self, step: int) -> None:
+    def _wait_for_previous(self, step: int, with_upload: bool) -> None:
         if self._under_way is None:
-            self.finish(is_last=False, next_step=step)  # the upload
+            self.finish(is_last=False, next_step=step, with_upload=with_upload)
             return
         previous_step, started = self._under_way.progress.step, time.monotonic()
-        self.finish(is_last=False, next_step=step)
+        self.finish(is_last=False, next_step=step, with_upload=with_upload)
         waited_s = time.monotonic() - started
         if waited_s >= MIN_REPORTED_WAIT_S:
             detail = (
