@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import multiprocessing
 import os
 import random
 import subprocess
@@ -15,6 +17,7 @@ import pytest
 from object_server import ACCESS_KEY, FAULTS, SECRET_KEY, ObjectServer, object_server
 
 from megafp8.utils import object_store
+from megafp8.utils.files import path_text
 from megafp8.utils.object_store import (
     ObjectError,
     ObjectFolder,
@@ -23,10 +26,11 @@ from megafp8.utils.object_store import (
     is_url,
     local_path,
     parse_url,
+    place_argument,
     url_of,
 )
 
-QUICK = RetryPolicy(attempts=6, backoff_s=0.005, timeout_s=0.4, request_retries=1)
+QUICK = RetryPolicy(attempts=6, backoff_s=0.005, timeout_s=0.6, request_retries=1)
 
 
 @pytest.fixture(scope="module")
@@ -269,3 +273,18 @@ def test_names_of_the_multi_storage_client_are_looked_up(monkeypatch: pytest.Mon
     parse_url.cache_clear()
     with pytest.raises(ObjectError, match="absent.yaml does not exist; set MSC_CONFIG"):
         parse_url("msc://mine/corpus/a")
+
+
+def test_flags_for_paths_refuse_urls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MEGAFP8_CACHE", str(tmp_path))
+    with pytest.raises(argparse.ArgumentTypeError, match="s3://bucket/run is a URL, but this flag takes a path"):
+        path_text("s3://bucket/run")
+    assert place_argument("s3://bucket/run") == tmp_path / "s3/bucket/run" and place_argument("run") == Path("run")
+    with pytest.raises(argparse.ArgumentTypeError, match="do not belong in a URL"):
+        place_argument("s3://key:secret@bucket/run")
+
+
+def test_a_forked_process_is_told_that_it_cannot(folder: ObjectFolder) -> None:
+    folder.write("name", b"content")
+    with multiprocessing.get_context("fork").Pool(1) as pool, pytest.raises(ObjectError, match="forked"):
+        pool.apply(ObjectFolder, (folder.url,))
