@@ -90,7 +90,9 @@ setup(
             *TESTS,
             *TRANSFORMERS,
             *STORAGE,
-            "moto[server]",  # an S3 server for the tests of object storage
+            "moto[s3]",  # with the next two an S3 server for the tests of object storage
+            "flask",
+            "flask-cors",
             *DOCS,
             "pandas",  # of megafp8.read_records
             "torchao",

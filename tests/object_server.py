@@ -132,7 +132,7 @@ class ObjectServer:
 def object_server() -> Iterator[ObjectServer]:
     """Start a server, with its address and its credentials in the environment. Skips without obstore or moto."""
     pytest.importorskip("obstore", reason="obstore is not installed (pip install -e '.[storage]')")
-    moto = pytest.importorskip("moto.server", reason="moto is not installed (pip install 'moto[server]')")
+    moto = pytest.importorskip("moto.server", reason="moto is not installed (pip install 'moto[s3]' flask flask-cors)")
     import logging
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)

@@ -45,7 +45,7 @@ def complete(line: str, folder: Path) -> set[str]:
         ("megafp8 checkpoint show --ckpt", {"--ckpt-step"}),
         ("megafp8 plan --gpu ", {"h100", "h200", "b200"}),
         ("megafp8 plan --gpu h200 --fp8-recipe r", {"rowwise"}),
-        ("megafp8 build-index --data-cache", {"--data-cache-path"}),
+        ("megafp8 build-index --data-cache-p", {"--data-cache-path"}),
         ("megafp8 plot_schedule --output-l", {"--output-logit-softcapping"}),
         ("megafp8 torchrun j", {"job.yaml"}),
         ("megafp8 torchrun job.yaml --endp", {"--endpoint"}),

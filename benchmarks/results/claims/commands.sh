@@ -28,11 +28,11 @@ done
 # An FP8 output layer
 O="output=delayed --precision output_layer=tensorwise"
 M="moments=delayed --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
-S="--rounds 1 --warm-up 6 --steps 20"
-python benchmarks/gpu_steps.py --shape gpt2-124m $S --modes bf16 delayed "$O" "$M" \
+S=(--rounds 1 --warm-up 6 --steps 20)
+python benchmarks/gpu_steps.py --shape gpt2-124m "${S[@]}" --modes bf16 delayed "$O" "$M" \
     --extra="--seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 8 --global-batch-size 8"
-python benchmarks/gpu_steps.py --shape gpt2-350m $S --modes bf16 delayed "$O" "$M" --extra="--global-batch-size 16"
-python benchmarks/gpu_steps.py --shape D $S --modes delayed "$O"
+python benchmarks/gpu_steps.py --shape gpt2-350m "${S[@]}" --modes bf16 delayed "$O" "$M" --extra="--global-batch-size 16"
+python benchmarks/gpu_steps.py --shape D "${S[@]}" --modes delayed "$O"
 
 # GPT-2 124M: 300 MB of the source of installed packages, then 150 steps
 C=configs/gpt2_124m_fineweb_edu_h200.yaml
