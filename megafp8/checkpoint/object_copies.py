@@ -184,9 +184,11 @@ class ObjectCopies:
                 what = "no complete checkpoint" + ("" if step is None else f" of step {step}")
                 raise ObjectError(errno.ENOENT, what, self.store.url)
             contents = {each: self.store.read(f"{folder_name(each)}/{MANIFEST}") for each in steps[-1:]}
-            notes = self._set_stale_aside(steps, contents) if is_own and step is None else []
+            notes: list[str] = []
             if is_own:
-                self._download_records(has_changed=bool(notes))
+                has_moved = step is None and bool(steps) and self._has_moved(steps[-1], contents[steps[-1]])
+                notes = self._set_newer_aside(steps[-1]) if has_moved else []
+                self._download_records(has_moved)
             for each in reversed(steps):
                 content = contents.get(each) or self.store.read(f"{folder_name(each)}/{MANIFEST}")
                 try:
@@ -206,13 +208,20 @@ class ObjectCopies:
             fcntl.flock(stream, fcntl.LOCK_EX)
             yield
 
-    def _set_stale_aside(self, steps: list[int], contents: dict[int, bytes]) -> list[str]:
-        """Set aside the local checkpoints that do not continue those in object storage; return notes."""
-        seen_path = self.folder / SEEN
-        seen = seen_path.read_text() if seen_path.is_file() else ""
-        if not steps or hashlib.sha256(contents[steps[-1]]).hexdigest() == seen:
-            return []
-        newer = [step for step in complete_steps(self.folder) if step > steps[-1]]
+    def _has_moved(self, newest: int, content: bytes) -> bool:
+        """Whether another machine has continued the run: the newest checkpoint there is not known here.
+
+        Args:
+            content: of its manifest.
+        """
+        seen, mine = self.folder / SEEN, checkpoint_path(self.folder, newest) / MANIFEST
+        if seen.is_file() and seen.read_text() == hashlib.sha256(content).hexdigest():
+            return False
+        return not (mine.is_file() and mine.read_bytes() == content)
+
+    def _set_newer_aside(self, newest: int) -> list[str]:
+        """Set aside the local checkpoints after a step; return notes."""
+        newer = [step for step in complete_steps(self.folder) if step > newest]
         return [
             f"{checkpoint_path(self.folder, step)} was never uploaded, and another machine has continued the run in "
             f"{self.store.url}: renamed to {set_aside(checkpoint_path(self.folder, step), RETIRED).name}"
@@ -257,11 +266,12 @@ class ObjectCopies:
         unfinished.rename(final)
         sync_folder(self.folder)
 
-    def _download_records(self, has_changed: bool) -> None:
+    def _download_records(self, has_moved: bool) -> None:
         """Download the run's records where the local folder has none, or all if another machine has continued it."""
         for name, info in (self.store.find(is_deep=False) | self.store.find(TENSORBOARD)).items():
             path = self.folder / name
-            if name != POINTER and (has_changed or not path.exists()):
+            is_record = not path.name.startswith(".") and path.name not in (LOCK_FILE, POINTER)
+            if is_record and (has_moved or not path.exists()):
                 self.store.download(name, path, info=info)
 
 

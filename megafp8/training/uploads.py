@@ -10,7 +10,7 @@ from megafp8.checkpoint.directory import Retention, complete_steps
 from megafp8.checkpoint.object_copies import NUM_LOCAL, BackgroundUpload, object_copies
 from megafp8.config.schema import CheckpointConfig, RunConfig
 from megafp8.device.collective_errors import call_on_rank_0
-from megafp8.errors import CheckpointError, ConfigError
+from megafp8.errors import CheckpointError, ConfigError, Megafp8Error
 from megafp8.metrics.records import EventRecord
 from megafp8.metrics.sinks import Sinks
 from megafp8.training.run import Run, run_folder
@@ -126,7 +126,8 @@ def download_checkpoints(config: CheckpointConfig, with_hashes: bool = False) ->
         with_hashes: hash those in the local cache.
 
     Raises:
-        CheckpointError: a request failed.
+        CheckpointError: a request was refused, or the cache cannot be written.
+        Megafp8Error: requests failed repeatedly.
     """
     notes: tuple[str, ...] = ()
     for name in ("load", "pretrained_checkpoint"):
@@ -138,7 +139,9 @@ def download_checkpoints(config: CheckpointConfig, with_hashes: bool = False) ->
             is_own = is_load and config.save is not None and Path(config.save) == Path(folder)
             notes += copies.download(config.ckpt_step if is_load else None, is_own, with_hashes)
         except OSError as error:
-            raise CheckpointError(f"{FOLDERS[name]} {error}") from error
+            # After an outage a restart may help, as its exit status says.
+            is_outage = isinstance(error, ObjectError) and error.is_outage
+            raise (Megafp8Error if is_outage else CheckpointError)(f"{FOLDERS[name]} {error}") from error
     return notes
 
 

@@ -84,6 +84,11 @@ class ObjectError(OSError):
         return f"{self.filename}: {self.strerror}"
 
     @property
+    def is_outage(self) -> bool:
+        """Whether all attempts failed for a reason that may pass."""
+        return self.number == errno.EAGAIN
+
+    @property
     def is_damage(self) -> bool:
         """Whether the content is not what it should be."""
         return self.number == errno.EBADMSG
@@ -241,7 +246,10 @@ class ObjectFolder:
             if attempt + 1 < POLICY.attempts:
                 time.sleep(min(MAX_PAUSE_S, POLICY.backoff_s * 2**attempt))
         if not error.is_permanent:
-            error = ObjectError(error.number, f"{error.strerror}, {POLICY.attempts} attempts failed", error.filename)
+            error = ObjectError(
+                error.number if error.is_damage else errno.EAGAIN,
+                f"{error.strerror}, {POLICY.attempts} attempts failed", error.filename,
+            )  # fmt: skip
         # Without the cause: the service's text may quote the access key or a signature.
         raise error from None
 

@@ -277,12 +277,15 @@ def upload_folder(path: Path, url: str) -> None:
     """Upload a folder; what makes it one of its kind comes last.
 
     Raises:
-        ObjectError: a request failed. The local folder stays.
+        CheckpointError: a request failed. The local folder stays.
     """
-    folder = ObjectFolder(url)
     files = sorted(file for file in path.rglob("*") if file.is_file())
-    for file in sorted(files, key=lambda file: file.name in (MANIFEST, "config.json")):
-        folder.upload(file, file.relative_to(path).as_posix())
+    try:
+        folder = ObjectFolder(url)
+        for file in sorted(files, key=lambda file: file.name in (MANIFEST, "config.json")):
+            folder.upload(file, file.relative_to(path).as_posix())
+    except OSError as error:
+        raise CheckpointError(f"{path} is complete, but was not uploaded: {error}") from error
     print(f"uploaded to {url}, {len(files)} files; a copy is in {path}", flush=True)
 
 

@@ -150,8 +150,10 @@ def test_local_checkpoints_that_another_machine_overtook_are_set_aside(machine: 
     content = save(b.folder, 4)
     b.upload(4, None)
     a = machine("a")
+    (a.folder / "records.jsonl").write_text("records of the abandoned step 8")
     (note,) = a.download(None, is_own=True)
     assert "another machine has continued the run" in note
+    assert (a.folder / "records.jsonl").read_text() == "records to 4"
     assert complete_steps(a.folder) == [2, 4] and tensors(a, 4) == content
     assert (a.folder / "iter_0000008.retired").is_dir()
 
@@ -281,6 +283,12 @@ def test_exported_folders_are_uploaded(
     assert copies is not None and set(copies.store.find()) == {"config.json", "model.safetensors"}
     assert [each for each in server.requests if each.startswith("PUT")][-1].endswith("/model/config.json")
     shutil.rmtree(out)
+    server.faults = lambda request: "denied" if "PUT" in request else None
+    with (
+        pytest.raises(CheckpointError, match="other is complete, but was not uploaded: s3://bucket/.*access is denied"),
+        publish_folder(out.with_name("other")) as folder,
+    ):
+        (folder / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=f"{copies.store.url} exists".replace("[", ".")), publish_folder(out):
         pass
 
