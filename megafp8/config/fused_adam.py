@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Optional
 
-from megafp8.config.mixture import expert_ranks_flag, has_expert_ranks
+from megafp8.config.mixture import expert_ranks_flag, expert_tensor_size, has_expert_ranks
 from megafp8.config.schema import RunConfig
 from megafp8.recipes import registry
 
@@ -19,10 +19,11 @@ def fused_adam_problem(config: RunConfig) -> Optional[str]:
             not config.parallel.use_distributed_optimizer and not config.parallel.use_torch_fsdp2,
             "no --use-distributed-optimizer",
         ),
-        # A gradient of experts on another tensor-parallel rank would count as a copy in the norm.
+        # The norm tells copies on tensor-parallel ranks by the ranks of dense layers, which those of experts are not.
         (
-            has_expert_ranks(config) and config.parallel.tensor_model_parallel_size > 1,
-            f"--tensor-model-parallel-size with {expert_ranks_flag(config)}",
+            has_expert_ranks(config)
+            and max(config.parallel.tensor_model_parallel_size, expert_tensor_size(config.parallel)) > 1,
+            f"tensor-parallel ranks with {expert_ranks_flag(config)}",
         ),
         (precision.fp16, "--fp16"),
         (settings.loss_scale is not None, f"--loss-scale {settings.loss_scale}"),

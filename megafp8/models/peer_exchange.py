@@ -51,7 +51,7 @@ class LoadRoom:
     def num_rows(self, needed: Tensor, worst: int) -> int:
         """What is needed, or, in a CUDA graph, what was needed so far and some more."""
         if needed.is_cuda and torch.cuda.is_current_stream_capturing():
-            rows = min(worst, round_up(int(PEER_ROOM * self.largest_load), TILE))
+            rows = min(worst, max(TILE, round_up(int(PEER_ROOM * self.largest_load), TILE)))
             self.overflows.add_(needed > rows)
             return rows
         load = int(needed)  # the host waits
@@ -176,8 +176,11 @@ class PeerExchange(Exchange):
         # `rows` and `scores` come as this rank's tokens, `sums` and `values` as all ranks'.
         num_rows = len(like) if name in ("sums", "values") else self.size * len(like)
         found = self._buffers.get(name)
-        if found is not None and len(found.local) >= num_rows:
-            return found
+        if found is not None:
+            # Others write by this width and dtype.
+            assert (found.local.shape[1], found.local.dtype) == (width, like.dtype)
+            if len(found.local) >= num_rows:
+                return found
         if found is not None:
             self._replaced.append(found)
         local = symmetric_memory.empty(num_rows, width, dtype=like.dtype, device=like.device)
@@ -187,7 +190,7 @@ class PeerExchange(Exchange):
         return self._buffers[name]
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def exchange_of(group: dist.ProcessGroup, num_experts: int) -> Exchange:
     """The exchange of all layers of a model: they use its buffers one after the other."""
     if torch.cuda.is_available():

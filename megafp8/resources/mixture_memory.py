@@ -18,7 +18,8 @@ COMMUNICATOR_BYTES = 256 * 2**20
 
 
 def non_torch_bytes(config: RunConfig, world_size: int) -> int:
-    """Device memory of a process that torch does not allocate: CUDA context, workspaces and NCCL's buffers."""
+    """Device memory of a process that torch does not allocate: CUDA context, workspaces, NCCL's buffers, and those of
+    the dispatcher `peer`, of tokens and of sums for the tokens of all ranks."""
     parallel = config.parallel
     groups: list[int] = [parallel.expert_model_parallel_size] if mixture.is_mixture(config.model) else []
     groups += (
@@ -26,7 +27,12 @@ def non_torch_bytes(config: RunConfig, world_size: int) -> int:
         parallel.context_parallel_size,
         topology.data_parallel_size(config, world_size, with_context_parallel=True), world_size,
     )  # fmt: skip
-    return CONTEXT_BYTES + COMMUNICATOR_BYTES * sum(size > 1 for size in groups)
+    peers = 0
+    if mixture.is_mixture(config.model) and mixture.token_dispatcher(config) == mixture.PEER:
+        length, micro = config.data.seq_length or 0, config.training.micro_batch_size
+        num_tokens = parallel.expert_model_parallel_size * length * (micro if isinstance(micro, int) else 1)
+        peers = 2 * BYTES["bf16"] * num_tokens // parallel.context_parallel_size * (config.model.hidden_size or 0)
+    return CONTEXT_BYTES + COMMUNICATOR_BYTES * sum(size > 1 for size in groups) + peers
 
 
 # ---- Bytes of optimizer state for each parameter of a shard, and of what an update has beside it for a time ---------

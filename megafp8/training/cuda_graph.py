@@ -48,6 +48,10 @@ Passes = Callable[[Batches], list[dict[str, Tensor]]]
 """Runs passes over an iterator of microbatches, and returns the reports of the losses."""
 
 
+def do_nothing() -> None:
+    """A default; hooks are compared by their functions."""
+
+
 @dataclass(frozen=True)
 class StepHooks:
     """Hooks that compute statistics in the passes of a step.
@@ -58,10 +62,12 @@ class StepHooks:
     Attributes:
         attached: the context in which they are attached to the model.
         generator: from which they draw random numbers; None if they draw none.
+        restart: drops what they have collected in the step, which is repeated.
     """
 
     attached: Callable[[], AbstractContextManager[None]]
     generator: Optional[torch.Generator] = None
+    restart: Callable[[], None] = do_nothing
 
 
 class PassGraph:

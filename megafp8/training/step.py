@@ -82,6 +82,8 @@ def train_step(
         for part in parts:
             part.undo()
             part.skip()
+        for hooks in step_hooks:
+            hooks.restart()
         totals, bad_step = pass_step(run, run.graph.take_last_batches(), progress, is_eager=True, step_hooks=step_hooks)
 
     learning_rate = current_learning_rate(training_state.optimizer)

@@ -158,10 +158,14 @@ class ExpertBiases(StepPart):
 
 
 class ExpertRoom(StepPart):
-    """Has a step repeated whose CUDA graph had too few rows for the load of the experts."""
+    """Has a step repeated whose CUDA graph had too few rows for the load of the experts.
+
+    Attributes:
+        counted: what the passes count for records, which the repeated ones count again.
+    """
 
     def __init__(self, room: LoadRoom):
-        self.room = room
+        self.room, self.counted = room, list[Tensor]()
 
     def begin(self, progress: Progress) -> None:
         self.room.overflows.zero_()
@@ -170,7 +174,10 @@ class ExpertRoom(StepPart):
         return {"expert_overflows": self.room.overflows}
 
     def must_repeat(self, totals: StepTotals) -> bool:
-        return totals.number("expert_overflows") > 0
+        is_short = totals.number("expert_overflows") > 0
+        for counts in self.counted if is_short else ():
+            counts.zero_()
+        return is_short
 
 
 class Traffic(StepPart):

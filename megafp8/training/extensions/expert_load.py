@@ -23,6 +23,7 @@ from megafp8.models.grouped_moe import GroupedExperts
 from megafp8.training.extension import Extension, LoopState
 from megafp8.training.run import Run, suggestion_case
 from megafp8.training.step import StepResult
+from megafp8.training.step_parts import ExpertRoom
 
 NUM_SUMS = 8
 """Of a layer, besides the tokens of each expert."""
@@ -111,6 +112,9 @@ class ExpertLoads(Extension):
         assert model.num_layers is not None and model.num_experts is not None
         num_layers = model.num_layers + multi_token.num_depths(model)
         self.sums = torch.zeros(num_layers, model.num_experts + NUM_SUMS, dtype=torch.float64, device=device)
+        for part in state.run.parts:
+            if isinstance(part, ExpertRoom):
+                part.counted.append(self.sums)
         rows, num_copies = self.sums.unbind(), expert_tensor_size(config.parallel)
         routers = [layer.router for layer in self.layers]
         self.loads = [LoadCollector(rows[router.layer_number - 1], num_copies) for router in routers]

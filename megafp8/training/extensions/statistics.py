@@ -126,7 +126,7 @@ class StatisticsCollector:
         """Start a statistics step, the one after so many samples, whose forward-backward is to be observed."""
         self.is_collecting = True
         self.statistics.begin(self.run.batch_size_at(consumed_samples))
-        return StepHooks(self.statistics.attached, self.statistics.generator)
+        return StepHooks(self.statistics.attached, self.statistics.generator, self.statistics.restart)
 
     def start_if_due(self, number: int) -> list[StepHooks]:
         """Start a step, without the training loop; empty if it is no statistics step."""
@@ -178,6 +178,10 @@ class StepStatistics:
         """Begin a step of `batch_size` sequences."""
         self.batch_size = batch_size
         self.names = {id(linear.weight): linear.name for linear in self.linears}
+        self.restart()
+
+    def restart(self) -> None:
+        """Drop what was seen in the step so far."""
         self.table.clear()
         self.generator.manual_seed(0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from megafp8.checkpoint.progress import Progress
 from megafp8.models.peer_exchange import LoadRoom
-from megafp8.training.cuda_graph import Batches, EagerPasses
+from megafp8.training.cuda_graph import Batches, EagerPasses, StepHooks
 from megafp8.training.evaluation import build_batches
 from megafp8.training.run import Run
 from megafp8.training.step import train_step
@@ -54,13 +55,18 @@ class ShortReplays(EagerPasses):
 
 def trained(flags: str, is_short: bool) -> tuple[Curve, str]:
     run: Run = build_run(small_config("llama", flags))
+    counted, restarts = torch.ones(2), list[str]()
+    hooks = StepHooks(nullcontext, restart=lambda: restarts.append("statistics"))
     if is_short:
-        room = LoadRoom(torch.device("cpu"))
-        run = dataclasses.replace(run, parts=[*run.parts, ExpertRoom(room)], graph=ShortReplays(room))
+        room = ExpertRoom(LoadRoom(torch.device("cpu")))
+        room.counted.append(counted)
+        run = dataclasses.replace(run, parts=(*run.parts, room), graph=ShortReplays(room.room))
     batch = run.global_batch_size
     batches = build_batches(run, SourceSamples(run.config.data.seq_length), 0, STEPS * batch, num_workers=0)
-    results = [train_step(run, batches, Progress(step, step * batch)) for step in range(STEPS)]
+    progress = [Progress(step, step * batch) for step in range(STEPS)]
+    results = [train_step(run, batches, each, step_hooks=[hooks]) for each in progress]
     assert not any(result.is_skipped for result in results)
+    assert restarts == ["statistics"] * is_short and bool(counted.any()) != is_short
     return Curve([result.loss for result in results], [result.grad_norm for result in results]), fingerprint(
         weights(run)
     )
