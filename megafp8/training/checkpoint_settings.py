@@ -11,7 +11,7 @@ from megafp8.config import flags
 from megafp8.config.schema import CheckpointConfig, RunConfig
 from megafp8.config.schema.setting import Role
 from megafp8.config.settings import all_settings, value_of
-from megafp8.utils.object_store import is_url
+from megafp8.utils.object_store import is_url, url_of
 
 
 def parse(argv: Sequence[str]) -> tuple[flags.ParsedArgs, list[str]]:
@@ -25,9 +25,10 @@ def parse(argv: Sequence[str]) -> tuple[flags.ParsedArgs, list[str]]:
     folders = [folder for folder in (checkpoint.load, checkpoint.pretrained_checkpoint) if folder is not None]
     if not checkpoint.use_checkpoint_args or not folders:
         return parsed, problems
-    from megafp8.training.uploads import download_checkpoints
+    if any(map(url_of, folders)):
+        from megafp8.training.uploads import download_checkpoints  # imports megatron-core, which takes seconds
 
-    download_checkpoints(checkpoint)
+        download_checkpoints(checkpoint)
     found = read_settings(checkpoint, [Path(folder) for folder in folders])
     if found is None:
         warning = f"--use-checkpoint-args: {' and '.join(folders)} has no checkpoint, so the settings are the flags'"
