@@ -215,7 +215,7 @@ def attention_s(run: PlannedRun) -> float:
     num_channels = latent_attention.mean_channels(model) if is_latent else dimensions.query_projection_size(model)
     channels = num_channels / run.tensor
 
-    def seconds(window: int) -> float:
+    def seconds(window: float) -> float:
         mean_keys = window - window * window / (2 * seq)
         flops = 3 * 2 * 2 * channels * mean_keys * run.tokens
         fraction = calibration.attention_fraction * window / (window + calibration.attention_half_tokens)
