@@ -60,7 +60,7 @@ class Mixture:
         run = SimpleNamespace(
             config=config, graph=SimpleNamespace(has_graphs=graph),
             training_state=SimpleNamespace(chunks=[self.layers]), platform=SimpleNamespace(device=torch.device("cpu")),
-            rank_position=SimpleNamespace(rank=rank, world_size=3), timer=StepTimer(),
+            rank_position=SimpleNamespace(rank=rank, world_size=3), timer=StepTimer(), parts=[],
         )  # fmt: skip
         self.sinks = Sinks([SimpleNamespace(write=self.written.append, close=lambda: None)])
         self.state: Any = SimpleNamespace(run=run, step=0, first_step=1, total_steps=40, sinks=self.sinks)

@@ -24,7 +24,7 @@ def test_each_fault_of_a_layer_is_reported_once() -> None:
     config = flags.parse(TINY.split()).config
     run: Any = SimpleNamespace(
         config=config, rank_position=SimpleNamespace(world_size=1), training_state=SimpleNamespace(chunks=[]),
-        platform=SimpleNamespace(device=torch.device("cpu")),
+        platform=SimpleNamespace(device=torch.device("cpu")), parts=[],
     )  # fmt: skip
     state: Any = SimpleNamespace(run=run)
     one_idle, two_idle, collapsed = [MANY, MANY, MANY, 0], [MANY, MANY, 0, 0], [MANY, 0, 0, 0]
