@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from megafp8.errors import DataError
-from megafp8.utils.object_fetcher import RangeFetcher
+from megafp8.utils.object_fetcher import fetch_range
 from megafp8.utils.object_store import ObjectFolder, ObjectInfo, cache_root, fetch, listed_folder, local_path
 
 # The latency of a request is about the time of so many bytes; a larger block reads more that is not needed.
@@ -90,7 +90,6 @@ class ObjectTokens:
         key = hashlib.sha256(f"{self.url} {info.num_bytes} {info.etag} {BLOCK_BYTES}".encode()).hexdigest()[:32]
         self._root = cache_root() / "blocks"
         self._blocks = self._root / key
-        self._fetcher = RangeFetcher()
         self._num_fetched: float = float("inf")  # since the last look at the size of the cache
 
     def read_into(self, buffer: memoryview, first: int) -> None:
@@ -137,7 +136,7 @@ class ObjectTokens:
         raise DataError(f"{self.url}: its blocks are deleted before they are read; raise --data-cache-gib.")
 
     def _fetch(self, block: int, size: int, path: Path) -> None:
-        self._fetcher.fetch(self._folder.url, self._name, block * BLOCK_BYTES, size, self._etag, path)
+        fetch_range(self._folder, self._name, block * BLOCK_BYTES, size, self._etag, path)
         self._num_fetched += size
         if self._num_fetched > self.cache_bytes / 32:
             self._num_fetched = 0

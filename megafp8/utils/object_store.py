@@ -216,14 +216,18 @@ class ObjectFolder:
     """The objects below a URL; their names are relative to it.
 
     Args:
-        url: of the folder.
+        address: URL of the folder.
+
+    Attributes:
+        address: opens the same folder in another process.
+        url: the same with the bucket of a `msc://` profile, whose address of the service it lacks.
 
     Raises:
         ObjectError: no valid URL, or obstore is not installed.
     """
 
-    def __init__(self, url: str):
-        self._place = parse_url(url)
+    def __init__(self, address: str):
+        self.address, self._place = address, parse_url(address)
         self.url = str(self._place)
         self._store = _open_store(self._place)
 

@@ -6,11 +6,13 @@ import multiprocessing
 import pickle
 import re
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
-from object_server import ObjectServer, object_server
+from object_server import HOST, ObjectServer, object_server
 from shard_files import SUFFIXES, write_shard
 
 pytest.importorskip("megatron.core")
@@ -98,6 +100,35 @@ def test_a_forked_process_reads_too(shard: tuple[str, str]) -> None:
     assert dataset[0].tolist() == DOCUMENTS[0]
     context = multiprocessing.get_context("fork")
     with context.Pool(2) as pool:
+        assert pool.map(dataset.__getitem__, range(40))[7].tolist() == DOCUMENTS[7]
+
+
+def test_one_process_reads_all_shards_of_a_forked_process(shard: tuple[str, str]) -> None:
+    datasets = [GuardedIndexedDataset(url) for url in (shard[1], upload(shard[0], "second"))]
+
+    def num_children(connection: Connection) -> None:
+        assert all(dataset[0].tolist() == DOCUMENTS[0] for dataset in datasets)
+        connection.send(len(psutil.Process().children()))
+
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=num_children, args=(sender,))
+    process.start()
+    sender.close()
+    assert receiver.recv() == 1
+    process.join()
+
+
+def test_the_address_of_a_profile_is_used_for_tokens_too(
+    shard: tuple[str, str], server: ObjectServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = tmp_path / "msc.yaml"
+    options = f"{{base_path: bucket, endpoint_url: '{server.environment['AWS_ENDPOINT_URL']}'}}"
+    config.write_text(f"profiles:\n  mine:\n    storage_provider: {{type: s3, options: {options}}}\n")
+    monkeypatch.setenv("MSC_CONFIG", str(config))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{HOST}:9")  # nobody listens
+    dataset = GuardedIndexedDataset(shard[1].replace("s3://bucket", "msc://mine"))
+    assert dataset[0].tolist() == DOCUMENTS[0]
+    with multiprocessing.get_context("fork").Pool(1) as pool:
         assert pool.map(dataset.__getitem__, range(40))[7].tolist() == DOCUMENTS[7]
 
 
