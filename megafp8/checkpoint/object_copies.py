@@ -151,7 +151,7 @@ class ObjectCopies:
 
     def upload_records(self) -> None:
         """Upload the run's records and settings: files beside the checkpoints, and those of TensorBoard."""
-        present = self.store.find(is_deep=False) | self.store.find(TENSORBOARD)
+        present = self._remote_records()
         for name, path in self._records():
             num_bytes = path.stat().st_size
             if name not in present or present[name].num_bytes != num_bytes or num_bytes < 1 << 20:
@@ -159,8 +159,12 @@ class ObjectCopies:
 
     def _records(self) -> Iterator[tuple[str, Path]]:
         for path in sorted((*self.folder.glob("*"), *(self.folder / TENSORBOARD).rglob("*"))):
-            if path.is_file() and not path.name.startswith(".") and path.name not in (LOCK_FILE, POINTER):
+            if path.is_file() and is_record(path.name):
                 yield path.relative_to(self.folder).as_posix(), path
+
+    def _remote_records(self) -> dict[str, ObjectInfo]:
+        found = self.store.find(is_deep=False) | self.store.find(TENSORBOARD)
+        return {name: info for name, info in found.items() if is_record(name.rpartition("/")[2])}
 
     # ---- from object storage -----------------------------------------------------------------------------------------
 
@@ -268,11 +272,15 @@ class ObjectCopies:
 
     def _download_records(self, has_moved: bool) -> None:
         """Download the run's records where the local folder has none, or all if another machine has continued it."""
-        for name, info in (self.store.find(is_deep=False) | self.store.find(TENSORBOARD)).items():
+        for name, info in self._remote_records().items():
             path = self.folder / name
-            is_record = not path.name.startswith(".") and path.name not in (LOCK_FILE, POINTER)
-            if is_record and (has_moved or not path.exists()):
+            if has_moved or not path.exists():
                 self.store.download(name, path, info=info)
+
+
+def is_record(name: str) -> bool:
+    """Whether a file beside the checkpoints belongs to the run's records."""
+    return not name.startswith(".") and name not in (LOCK_FILE, POINTER)
 
 
 def object_copies(folder: Optional[Path]) -> Optional[ObjectCopies]:

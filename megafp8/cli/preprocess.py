@@ -10,9 +10,8 @@ interruption it resumes. N machines with one file system divide the work:
     megafp8 preprocess --output-prefix P --show-parts     how far they are
     megafp8 preprocess FLAGS --merge-parts                at the end: the same shards as from one machine
 
- Byte-pair tokenizers are encoded by gigatoken where it gives the same ids (pip install
--e '.[data]'). The first line of output names the encoder. Other flags of Megatron-LM's preprocess_data.py are ignored
-or refused, with the reason.
+Byte-pair tokenizers are encoded by gigatoken where it gives the same ids (pip install -e '.[data]'). The first line of
+output names the encoder. Other flags of Megatron-LM's preprocess_data.py are ignored or refused, with the reason.
 """
 
 from __future__ import annotations

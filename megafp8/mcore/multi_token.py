@@ -35,6 +35,7 @@ from torch import Tensor
 from megafp8.config import multi_token
 from megafp8.config.schema import ModelConfig
 from megafp8.mcore.patches import import_core, is_installed
+from megafp8.mcore.process_groups import split_over_context
 
 LOSS_EVIDENCE = (
     (
@@ -122,11 +123,11 @@ def add_depth_losses(
     if config.mtp_detach_heads:
         output_weight = (output_layer.weight if output_weight is None else output_weight).detach()
     factor = config.mtp_loss_scaling_factor / config.mtp_num_layers
+    shifted = import_core("transformer.multi_token_prediction").roll_tensor  # `shifts` may have replaced it
     for depth in depths:
         logits, _ = output_layer(depth, weight=output_weight, runtime_gather_output=runtime_gather_output)
         if scale_logits_fn is not None:
             logits = scale_logits_fn(logits)
-        shifted = import_core("transformer.multi_token_prediction").roll_tensor  # `shifts` may have replaced it
         labels, _ = shifted(labels, shifts=-1, dims=-1, cp_group=cp_group)
         loss_mask, _ = shifted(loss_mask, shifts=-1, dims=-1, cp_group=cp_group)
         losses = loss_mask * compute_language_model_loss(labels, logits)
@@ -205,12 +206,8 @@ class MultiTokenGPT(GPTModel):
         batch_size, length = tokens.shape[0], tokens.shape[1] * self.cp_group.size()
         is_last = torch.zeros(batch_size * length, dtype=torch.bool, device=tokens.device)
         is_last[ends[1:].long() - 1] = True
-        complete = ~is_last.view(batch_size, length)
-        if self.cp_group.size() == 1:
-            return complete
-        pieces = complete.chunk(2 * self.cp_group.size(), dim=1)
-        rank = self.cp_group.rank()
-        return torch.cat((pieces[rank], pieces[-1 - rank]), dim=1)
+        complete = {"has_next": ~is_last.view(batch_size, length)}
+        return (split_over_context(complete) if self.cp_group.size() > 1 else complete)["has_next"]
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Cross entropy (B, S) in nats; megatron-core calls it for each depth, and then for the main output."""

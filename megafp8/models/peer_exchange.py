@@ -181,7 +181,6 @@ class PeerExchange(Exchange):
             assert (found.local.shape[1], found.local.dtype) == (width, like.dtype)
             if len(found.local) >= num_rows:
                 return found
-        if found is not None:
             self._replaced.append(found)
         local = symmetric_memory.empty(num_rows, width, dtype=like.dtype, device=like.device)
         handle = symmetric_memory.rendezvous(local, self.group)

@@ -180,10 +180,7 @@ class _JobRun:
         if finished := self._find_finished():
             return finished
         with self.folder.lock(share.file_name, what=f"--part {share} is being made by another process in"):
-            sample = sample_texts(self.sources, self.job.json_keys)
-            choice = self._choose_encoder((self.folder.load_job() or {}).get("refused", ""), sample)
-            self.on_message(f"tokenizing with {choice.encoder.name}: {choice.reason}")
-            self._warn(sample)
+            choice = self._announced_encoder((self.folder.load_job() or {}).get("refused", ""))
             lock, saved = self._join(share, choice)
             with lock:
                 return self._make_tasks(share, choice, saved["part_bytes"])
@@ -288,10 +285,7 @@ class _JobRun:
         """Make the shards from the parts in the locked folder and those that are missing."""
         saved = self._load_or_clear()
         self._drop_damaged()
-        sample = sample_texts(self.sources, self.job.json_keys)
-        choice = self._choose_encoder(saved["refused"], sample)
-        self.on_message(f"tokenizing with {choice.encoder.name}: {choice.reason}")
-        self._warn(sample)
+        choice = self._announced_encoder(saved["refused"])
         saved.setdefault("part_bytes", choose_part_bytes(self.total_bytes, choice.encoder.part_bytes))
         self.folder.save_job(saved)
         units = divide(self.sources, self.job.json_keys, saved["part_bytes"])
@@ -357,6 +351,14 @@ class _JobRun:
             self.folder.clear()
             skipped = f", {assembly.num_skipped} records skipped" if assembly.num_skipped else ""
             raise DataError(f"--input has no text: {len(self.sources)} files, 0 tokens{skipped}.")
+
+    def _announced_encoder(self, refused: str) -> EncoderChoice:
+        """Choose the encoder, and say which and why, what is off in the tokenizer, and what it loses."""
+        sample = sample_texts(self.sources, self.job.json_keys)
+        choice = self._choose_encoder(refused, sample)
+        self.on_message(f"tokenizing with {choice.encoder.name}: {choice.reason}")
+        self._warn(sample)
+        return choice
 
     def _warn(self, sample: Sequence[str]) -> None:
         """Say what was turned off in the tokenizer, and which fraction of the text it loses."""

@@ -35,6 +35,7 @@ class StepRecords(Extension):
 
     def open(self, state: LoopState) -> None:
         run, self.reported_operands = state.run, frozenset[str]()
+        self.flops_per_token = model_flops_per_token(run)
         # Dense peak of the linears' dtype; None for a device that is not in the table.
         self.peak_flops = peak_flops(run.platform.name, matmul_dtype(run.config.precision, run.implementation))
         self.energy: Optional[EnergyMeter] = None
@@ -78,7 +79,7 @@ class StepRecords(Extension):
         num_tokens = self.batch_size * run.seq_length
         tokens_per_second = num_tokens / (times.step_ms / 1000)
         squares = result.metrics.get("document_squares")
-        flops_per_token = model_flops_per_token(run, None if squares is None else squares / num_tokens)
+        flops_per_token = self.flops_per_token if squares is None else model_flops_per_token(run, squares / num_tokens)
         flops_per_device = tokens_per_second * flops_per_token / run.rank_position.world_size
         ends = (state.first_step, state.total_steps)
         is_logged = state.step % run.config.logging.log_interval == 0 or state.step in ends
