@@ -9,7 +9,7 @@ many rows there are.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional, Protocol
+from typing import Any, NamedTuple, Optional, Protocol
 
 import torch
 from torch import Tensor
@@ -97,7 +97,24 @@ def route(routing_map: Tensor, top_k: int, room: Optional[Room] = None) -> Route
 
 def values_of_rows(values: Tensor, rows: RoutedRows) -> Tensor:
     """Values [T, E] of each row's token and expert, [R]; 0 for an empty row. Differentiable."""
-    experts = rows.expert_of_block.repeat_interleave(ALIGNMENT)
-    index = rows.token_of_row.clamp(min=0) * values.shape[1] + experts
-    # `where`, not a product: an empty row has no gradient, and NaN of token 0 cannot reach it.
-    return torch.where(rows.token_of_row < 0, 0.0, values.reshape(-1)[index.long()])
+    return _ValuesOfRows.apply(values, rows)
+
+
+class _ValuesOfRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, rows: RoutedRows) -> Tensor:
+        ctx.rows, ctx.shape = rows, values.shape
+        experts = rows.expert_of_block.repeat_interleave(ALIGNMENT)
+        index = rows.token_of_row.clamp(min=0) * values.shape[1] + experts
+        # `where`, not a product: NaN of token 0 cannot reach an empty row.
+        return torch.where(rows.token_of_row < 0, 0.0, values.reshape(-1)[index.long()])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # Gathered by token. PyTorch's gradient of an index sorts, and adds the zeros of all empty rows to one element,
+        # one after the other: with a fifth of the rows empty, 8 ms a layer on an H200.
+        at, (num_tokens, num_experts) = ctx.rows.rows_of_token.long(), ctx.shape
+        row = at.clamp(min=0)
+        experts = torch.where(at < 0, num_experts, ctx.rows.expert_of_block[row // ALIGNMENT])
+        # One column more: what a token with fewer experts writes there is cut off.
+        return grad.new_zeros(num_tokens, num_experts + 1).scatter_(1, experts.long(), grad[row])[:, :-1], None
