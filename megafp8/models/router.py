@@ -36,6 +36,13 @@ class Router(TopKRouter):
     expert_bias: Optional[Tensor]
     load: Optional[Any] = None
 
+    def gating(self, input: Tensor) -> Tensor:
+        """Logits [S, B, experts] of tokens [S, B, H]."""
+        has_tensor_cores = input.is_cuda and self.weight.is_cuda and input.dtype == self.weight.dtype == torch.bfloat16
+        if has_tensor_cores and self.config.moe_router_dtype == "fp32" and self.bias is None:
+            return GatingInFP32.apply(input, self.weight)
+        return super().gating(input)
+
     def routing(self, logits: Tensor, padding_mask: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
         """Scores and map of the tokens; what a token's score is multiplied with is 0 for dropped tokens."""
         probs, routing_map = super().routing(logits, padding_mask)
@@ -88,6 +95,40 @@ class Router(TopKRouter):
         num_layers = self.config.num_layers + (self.config.mtp_num_layers or 0)
         save_to_aux_losses_tracker("z_loss", loss * ranks / coefficient, self.layer_number, num_layers)
         return logits
+
+
+class GatingInFP32(torch.autograd.Function):
+    """Logits [..., E] of BF16 tokens [..., H] and BF16 weights [E, H], in FP32.
+
+    megatron-core multiplies in FP32, without tensor cores: 15 of 488 ms of a step with 128 experts on an H200. They
+    multiply BF16 numbers exactly, and add in FP32. The logits' gradient has 24 bits: it is the sum of three BF16
+    numbers.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens, weight)
+        return torch.mm(tokens.flatten(0, -2), weight.t(), out_dtype=torch.float32).view(*tokens.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        tokens, weight = ctx.saved_tensors
+        parts = bf16_parts(grad.flatten(0, -2))
+        of_tokens = parts @ weight.repeat(NUM_PARTS, 1)
+        of_weight = torch.mm(parts.t(), tokens.flatten(0, -2), out_dtype=torch.float32)
+        return of_tokens.view(tokens.shape), of_weight.view(NUM_PARTS, *weight.shape).sum(0).to(weight.dtype)
+
+
+NUM_PARTS = 3
+
+
+def bf16_parts(values: Tensor) -> Tensor:
+    """FP32 [T, E] as BF16 [T, 3 E], whose three parts have the values as their sum."""
+    parts = []
+    for _ in range(NUM_PARTS):
+        parts.append(values.bfloat16())
+        values = values - parts[-1]
+    return torch.cat(parts, 1)
 
 
 class ExpertBiasSnapshot:

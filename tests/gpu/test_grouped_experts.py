@@ -26,6 +26,7 @@ from megafp8.checkpoint.load import load_checkpoint
 from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.save import save_checkpoint
 from megafp8.models.grouped_moe import GroupedExperts
+from megafp8.models.router import GatingInFP32
 from megafp8.training.evaluation import build_batches
 from megafp8.training.nonfinite_operands import NonfiniteOperands
 from megafp8.training.run import Run
@@ -234,3 +235,18 @@ def test_checkpoints_are_interchangeable(before: str, after: str, tmp_path: Path
     with gpu_run(flags_of("bf16", after)) as run:
         load_checkpoint(path, run.config, run.training_state)
         assert gap(train(run, STEPS, first_step=STEPS + 1), unbroken) < CLOSE["bf16"]
+
+
+def test_logits_of_the_router_and_their_gradients_are_those_of_fp32() -> None:
+    torch.manual_seed(0)
+    tokens = torch.randn(4096, 2, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(128, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn(4096, 2, 128, device="cuda")
+    logits = GatingInFP32.apply(tokens, weight)
+    found = torch.autograd.grad(logits, (tokens, weight), grad)
+    exact = tokens.double() @ weight.double().t()
+    wanted = torch.autograd.grad(exact, (tokens, weight), grad.double())
+    assert logits.dtype == torch.float32 and (logits - exact).norm() < 1e-6 * exact.norm()
+    for ours, theirs in zip(found, wanted, strict=True):
+        # Rounded once, to BF16: other sums round only few numbers to another neighbour.
+        assert (ours != theirs.bfloat16()).float().mean() < 1e-2
