@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import faulthandler
 import itertools
 import json
 import multiprocessing
@@ -76,6 +77,8 @@ def be_rank(
         "LOCAL_WORLD_SIZE": str(options.gpus), "MASTER_ADDR": address[0], "MASTER_PORT": str(address[1]),
     }  # fmt: skip
     os.environ |= task.environment
+    # Before the mode is given up, its ranks say where they are.
+    faulthandler.dump_traceback_later(0.95 * options.mode_s)
     os.environ.setdefault("UB_SKIPMC", "1")  # user buffers without NVLink multicast, which not every host allows
     try:
         # Checked before CUDA is used: tensor parallelism sets how it starts kernels.

@@ -49,7 +49,7 @@ ON_GPU = "--vocab-size 50303 --num-workers 2"
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
 LLAMA3_TOKENS = "--vocab-size 128255 --num-workers 2"
 MIXTURE = (
-    "--seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 4 --global-batch-size 32 "
+    "--seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 4 --global-batch-size 16 "
     f"--moe-token-dispatcher-type alltoall --moe-grouped-gemm --moe-permute-fusion {ON_GPU}"
 )
 SHAPES = {
@@ -63,7 +63,7 @@ SHAPES = {
     f"--max-position-embeddings 2048 --global-batch-size 8 {ON_GPU}",
     "M1": f"--model-preset qwen3-30b-a3b --num-layers 6 {MIXTURE}",
     "M2": f"--model-preset qwen3-30b-a3b --num-layers 24 --num-experts 16 {MIXTURE}",
-    "M3": f"--model-preset mixtral-8x7b --num-layers 2 {MIXTURE} --micro-batch-size 2 --global-batch-size 16",
+    "M3": f"--model-preset mixtral-8x7b --num-layers 2 {MIXTURE} --micro-batch-size 2",
     "gpt2-124m": f"--model-preset gpt2-124m {NO_DROPOUT} --seq-length 1024 --micro-batch-size 32 "
     f"--global-batch-size 256 {ON_GPU}",
     "gpt2-350m": f"--model-preset gpt2-350m {NO_DROPOUT} --seq-length 1024 --micro-batch-size 16 "
