@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Union
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -31,8 +32,9 @@ MANY_ROWS = 4096
 """From so many rows of an expert on, large tiles pay. With fewer, reading and writing FP32 takes a larger part of the
 time, and two small programs of a multiprocessor hide it from each other."""
 BF16_TILES = Tile(128, 128, 32, 4, 4), Tile(128, 256, 64, 8, 3)
-FP8_TILES = Tile(128, 128, 128, 4, 3), Tile(128, 256, 128, 8, 4)
 """For few and for many rows. The fastest of 14 to 17 for each shape of `benchmarks/gpu_experts.py` on an H200."""
+FP8_TILE = Tile(128, 256, 128, 8, 3)
+"""The fastest of 44: the copy engine adds while the multiprocessor goes on, so that few rows need no small tiles."""
 PRECISE_TILE = Tile(128, 128, 128, 8, 4)
 """Where FP8 products are added with all bits: registers hold a second sum, of one block of rows."""
 GROUP_SIZE_M = 8
@@ -41,7 +43,7 @@ GROUP_SIZE_M = 8
 
 @triton.jit
 def _wgrad_kernel(
-    grad_output, inputs, grad_output_scale, inputs_scale, ends, main_grad, N, W,
+    grad_output, inputs, grad_output_scale, inputs_scale, ends, main_grad, added_to, N, W,
     IS_FP8: tl.constexpr, IS_ROWWISE: tl.constexpr, MAX_IMPRECISE: tl.constexpr, IS_OVERWRITTEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_SIZE_M: tl.constexpr,
 ):  # fmt: skip
@@ -92,13 +94,25 @@ def _wgrad_kernel(
         total *= tl.load(inputs_scale + expert * W + columns, mask=columns < W)[None, :]
     elif IS_FP8:
         total *= tl.load(grad_output_scale + expert) * tl.load(inputs_scale + expert)
-    is_inside = (rows < N)[:, None] & (columns < W)[None, :]
-    # int64: E x N x W may exceed 2^31. Within one expert int32 is enough.
-    target = main_grad + expert.to(tl.int64) * N * W + rows[:, None] * W + columns[None, :]
-    if not IS_OVERWRITTEN:
-        # No other program has this tile: load, add and store need no atomic operation.
-        total += tl.load(target, mask=is_inside, other=0.0)
-    tl.store(target, total, mask=is_inside)
+    if added_to is not None:
+        # The copy engine stores or adds, and leaves out what is outside. In two parts, because a whole tile in FP32
+        # does not fit beside the operands. No other program has this tile, so that the sum has a fixed order.
+        left, right = total.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
+        left, right = left.reshape(1, BLOCK_M, BLOCK_N // 2), right.reshape(1, BLOCK_M, BLOCK_N // 2)
+        if IS_OVERWRITTEN:
+            added_to.store([expert, n, w], left)
+            added_to.store([expert, n, w + BLOCK_N // 2], right)
+        else:
+            added_to.atomic_add([expert, n, w], left)
+            added_to.atomic_add([expert, n, w + BLOCK_N // 2], right)
+    else:
+        is_inside = (rows < N)[:, None] & (columns < W)[None, :]
+        # int64: E x N x W may exceed 2^31. Within one expert int32 is enough.
+        target = main_grad + expert.to(tl.int64) * N * W + rows[:, None] * W + columns[None, :]
+        if not IS_OVERWRITTEN:
+            # No other program has this tile: load, add and store need no atomic operation.
+            total += tl.load(target, mask=is_inside, other=0.0)
+        tl.store(target, total, mask=is_inside)
 
 
 Operand = Union[Tensor, ColumnCodes]
@@ -123,18 +137,23 @@ def add_wgrad(
     # By the worst case of rows: how many an expert has is not known on the host.
     has_many = rows.token_of_row.numel() >= MANY_ROWS * num_experts
     if isinstance(grad_output, ColumnCodes) and isinstance(inputs, ColumnCodes):
-        a, b, is_fp8, tile = grad_output.fp8, inputs.fp8, True, FP8_TILES[has_many] if is_fast else PRECISE_TILE
+        a, b, is_fp8, tile = grad_output.fp8, inputs.fp8, True, FP8_TILE if is_fast else PRECISE_TILE
         a_scale, b_scale = grad_output.scale_inv, inputs.scale_inv
         # What one load of a descriptor takes: [BLOCK_M, BLOCK_K] of codes [N, R]; of BF16 [R, N] the transpose.
         blocks = [tile.block_m, tile.block_k], [tile.block_n, tile.block_k]
     else:
         a, b, a_scale, b_scale, is_fp8, tile = grad_output, inputs, None, None, False, BF16_TILES[has_many]
         blocks = [tile.block_k, tile.block_m], [tile.block_k, tile.block_n]
+    # Triton's interpreter has no such additions, and the copy engine needs 16 bytes.
+    has_copies = main_grad.is_cuda and main_grad.data_ptr() % 16 == 0 and w % 4 == 0
+    is_added_by_copies = has_copies and is_fp8 and is_fast and main_grad.dtype == torch.float32
+    half = [1, tile.block_m, tile.block_n // 2]
+    added_to = TensorDescriptor.from_tensor(main_grad, half) if is_added_by_copies else None
     # One dimension: the kernel divides the index itself, in the order that the L2 cache needs.
     grid = (triton.cdiv(n, tile.block_m) * triton.cdiv(w, tile.block_n) * num_experts,)
     _wgrad_kernel[grid](
         TensorDescriptor.from_tensor(a, blocks[0]), TensorDescriptor.from_tensor(b, blocks[1]), a_scale, b_scale,
-        rows.ends, main_grad, n, w, IS_FP8=is_fp8, IS_ROWWISE=b_scale is not None and b_scale.dim() == 2,
+        rows.ends, main_grad, added_to, n, w, IS_FP8=is_fp8, IS_ROWWISE=b_scale is not None and b_scale.dim() == 2,
         MAX_IMPRECISE=None if is_fast else tile.block_k, IS_OVERWRITTEN=is_overwritten, BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_SIZE_M=GROUP_SIZE_M, num_warps=tile.warps,
         num_stages=tile.stages,

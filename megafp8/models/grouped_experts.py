@@ -115,23 +115,11 @@ def add_wgrad(
         is_fast: FP8 products may be added with fewer bits.
     """
     main_grad = getattr(weight, "main_grad", None)
-    if main_grad is not None and (is_fast or grad_output.dtype != inputs.dtype):
-        # In the first microbatch of a step the buffer still has the gradients of the last one (`WgradOverwrite`).
-        is_overwritten = getattr(main_grad, "is_overwritten", False)
-        expert_wgrad.add_wgrad(main_grad, grad_output, inputs, rows, is_fast=is_fast, is_overwritten=is_overwritten)
-        return main_grad_stand_in(weight)
-    # PyTorch's kernel can accumulate with all bits. Its product is BF16, and is added in a pass of its own.
-    if isinstance(grad_output, ColumnCodes) and isinstance(inputs, ColumnCodes):
-        wgrad = grouped_linear.fp8_wgrad(grad_output, inputs, rows, is_fast)
-    else:
-        wgrad = grouped_linear.wgrad(grad_output, inputs, rows)
-    if main_grad is None:
-        return wgrad
-    if getattr(main_grad, "is_overwritten", False):
-        main_grad.copy_(wgrad)
-    else:
-        main_grad.add_(wgrad)
-    return main_grad_stand_in(weight)
+    target = torch.empty_like(weight, dtype=torch.bfloat16) if main_grad is None else main_grad
+    # In the first microbatch of a step the buffer still has the gradients of the last one (`WgradOverwrite`).
+    is_overwritten = main_grad is None or getattr(main_grad, "is_overwritten", False)
+    expert_wgrad.add_wgrad(target, grad_output, inputs, rows, is_fast=is_fast, is_overwritten=is_overwritten)
+    return target if main_grad is None else main_grad_stand_in(weight)
 
 
 class _BF16Experts(torch.autograd.Function):

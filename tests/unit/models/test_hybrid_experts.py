@@ -17,7 +17,7 @@ interpreter.skip_without_kernels()
 
 from megafp8.kernels.expert_scales import ColumnCodes
 from megafp8.kernels.rounding import format_spec
-from megafp8.kernels.routed_rows import RoutedRows, route
+from megafp8.kernels.routed_rows import ALIGNMENT, RoutedRows, route
 from megafp8.models import grouped_experts
 from megafp8.models.grouped_experts import ExpertScales, cast_weights, experts
 from megafp8.quantization import grouped_linear
@@ -56,7 +56,10 @@ def parts(rows: RoutedRows) -> list[slice]:
 def decoded(codes: Any, rows: RoutedRows) -> Tensor:
     """What the E5M2 codes by rows stand for, FP32 [R, N]."""
     assert codes.dtype == torch.float8_e5m2
-    scales = codes.row_scale_inv if hasattr(codes, "row_scale_inv") else grouped_linear._row_scales(codes, rows)
+    if hasattr(codes, "row_scale_inv"):
+        scales = codes.row_scale_inv
+    else:
+        scales = codes.scale_inv[rows.expert_of_block.long()].repeat_interleave(ALIGNMENT)
     return codes.rows.view(torch.float8_e5m2).float() * scales[:, None]
 
 

@@ -1,4 +1,4 @@
-"""Input gradients of experts by codes in two formats, against plain products of each expert's rows.
+"""Rows of codes times the weights of their experts, against plain products of each expert's rows.
 
 On a machine without a GPU: `pip install triton`, then `TRITON_INTERPRET=1 python -m pytest tests/unit/kernels`.
 """
@@ -14,25 +14,25 @@ interpreter.skip_without_kernels()
 
 from test_expert_wgrad import EXPERTS, TOKENS, drawn, routed
 
-from megafp8.kernels import expert_dgrad
-from megafp8.kernels.expert_scales import ColumnCodes
+from megafp8.kernels import expert_product
 
 pytestmark = pytest.mark.usefixtures("exact")
 OUTPUTS, WIDTH = 256, 320
 
 
-@pytest.mark.parametrize("tile", expert_dgrad.TILES)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("tile", expert_product.TILES)
 @pytest.mark.parametrize("routing", TOKENS)
 def test_rows_are_multiplied_by_the_weights_of_their_expert(
-    routing: str, tile: expert_dgrad.Tile, monkeypatch: pytest.MonkeyPatch
+    routing: str, tile: expert_product.Tile, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expert_dgrad, "TILES", (tile, tile))
+    monkeypatch.setattr(expert_product, "TILES", (tile, tile))
     rows = routed(TOKENS[routing])
-    grad_output = drawn(len(rows.token_of_row), OUTPUTS, rows, 0).to(torch.float8_e5m2)
+    grad_output = drawn(len(rows.token_of_row), OUTPUTS, rows, 0).to(dtype)
     weights = torch.randn(EXPERTS, WIDTH, OUTPUTS, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     codes = weights.to(torch.float8_e4m3fn)
     scales = torch.rand(2, EXPERTS, generator=torch.Generator().manual_seed(2)).to(DEVICE) + 0.5
-    found = expert_dgrad.dgrad(grad_output, scales[0], ColumnCodes(codes.view(torch.uint8), scales[1]), rows)
+    found = expert_product.product(grad_output, scales[0], codes, scales[1], rows)
     assert found.dtype == torch.bfloat16
     ends = [0, *rows.ends.tolist()]
     for expert, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
