@@ -127,6 +127,9 @@ class Row:
     Attributes:
         extra: all flags beyond the shape's and the recipe's.
         gathered_mb: what a rank gets of updated weights in a step, 1e6 bytes; None where nothing is gathered.
+        step_ms: median of the steps.
+        mean_ms: of the same steps.
+        num_repeated: steps that were computed twice for want of rows of experts; None of the peer.
         losses: of all its steps.
         layout: its name; whatever follows from that is in LAYOUTS.
         flags: the mode's, without its recipe; of the peer the settings that are turned off.
@@ -148,6 +151,8 @@ class Row:
     flags: str
     environment: str = ""
     software: str = OURS
+    mean_ms: Optional[float] = None
+    num_repeated: Optional[int] = None
 
     def __str__(self) -> str:
         return f"{self.label} {self.mode}"

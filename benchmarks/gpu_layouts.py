@@ -11,8 +11,8 @@ and batch, and with its fastest settings but those named. Ranks are forked from 
 but not touched the GPU, so that no mode has the memory or the garbage of another; layouts that need fewer GPUs than
 there are run side by side. A data-parallel rank trains the batch of its shape, a pipeline four microbatches a stage.
 
-Timed are `--steps` steps together, from one synchronization of all ranks to the other; the peak is that of the rank
-with the highest. Gathered bytes are what a rank gets of updated weights in a step. With `--rounds` everything is
+Timed are `--steps` steps of rank 0, each until it has read its loss, by their median; the mean has the time between two
+synchronizations of all ranks. The peak is that of the rank with the highest. Gathered bytes are what a rank gets of updated weights in a step. With `--rounds` everything is
 measured again, every second round in reverse order, and times are medians. Speed is to the same software's BF16 and to
 the peer's same recipe, the fastest of its settings, under the same layout and environment; scaling is sequences a
 second and GPU, to the same recipe and flags on one GPU. `--profile` tells of two more steps where rank 0 spends them
@@ -32,6 +32,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import statistics
 import sys
 import time
 import traceback
@@ -39,7 +40,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -60,8 +61,22 @@ from megafp8.training.checks import ValidatedRun
 MODES = ("bf16", "tensorwise", "delayed", f"tensorwise {W}", f"delayed {W}")
 JOIN_MINUTES = 2
 
-Trainer = Callable[[int], tuple[float, Optional[int]]]
-"""Trains step i; its loss, and the bytes of updated weights that the rank got, None where that is not counted."""
+
+class Trained(NamedTuple):
+    """A step.
+
+    Attributes:
+        gathered: bytes of updated weights that the rank got, None where that is not counted.
+        is_repeated: whether it was computed twice.
+    """
+
+    loss: float
+    gathered: Optional[int] = None
+    is_repeated: Optional[bool] = None
+
+
+Trainer = Callable[[int], Trained]
+"""Trains step i."""
 
 
 # ---- in a rank ----------------------------------------------------------------------------------------------------
@@ -98,26 +113,30 @@ def measure(options: argparse.Namespace, task: Task, validated: ValidatedRun, pl
     """Build a mode on all ranks and train."""
     is_peer = task.software == PEER
     train = peer_trainer(options, task, validated, platform) if is_peer else our_trainer(options, validated)
-    losses = [train(step)[0] for step in range(1, options.warm_up + 1)]
+    losses = [train(step).loss for step in range(1, options.warm_up + 1)]
     meet(platform)
-    started = time.perf_counter()
-    results = [train(options.warm_up + step) for step in range(1, options.steps + 1)]
+    results, times = list[Trained](), [time.perf_counter()]
+    for step in range(1, options.steps + 1):
+        results.append(train(options.warm_up + step))
+        times.append(time.perf_counter())  # the loss has been read
     meet(platform)
-    step_ms = (time.perf_counter() - started) * 1e3 / options.steps
+    mean_ms = (time.perf_counter() - times[0]) * 1e3 / options.steps
+    step_ms = 1e3 * statistics.median(after - before for before, after in itertools.pairwise(times))
     peak = torch.tensor([platform.peak_memory_bytes()], dtype=torch.float64, device=platform.device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     if options.profile:
         profile(train, task, options.warm_up + options.steps + 1)
     flags, environment = task.flags, " ".join(f"{name}={value}" for name, value in task.environment.items())
-    gathered = results[-1][1]
+    gathered, repeated = results[-1].gathered, [each.is_repeated for each in results]
     extra = f"{flags} {task.layout.flags} {options.extra}" if task.software == OURS else task.layout.flags
     return Row(
         shape=options.shape, recipe=task.recipe, extra=" ".join(extra.split()),
         label=" ".join(f"{task.name} {'FP8 weights' if flags == W else flags} {environment}".split()),
         num_gpus=task.layout.num_gpus,
         step_ms=step_ms, peak_gib=peak.item() / 2**30, gathered_mb=None if gathered is None else gathered / 1e6,
-        losses=losses + [loss for loss, _ in results], device=platform.name, layout=task.name, flags=flags,
-        environment=environment, software=task.software,
+        losses=losses + [each.loss for each in results], device=platform.name, layout=task.name, flags=flags,
+        environment=environment, software=task.software, mean_ms=mean_ms,
+        num_repeated=None if None in repeated else sum(map(bool, repeated)),
     )  # fmt: skip
 
 
@@ -125,9 +144,9 @@ def our_trainer(options: argparse.Namespace, validated: ValidatedRun) -> Trainer
     """megafp8."""
     train = gpu_steps.trainer(validated, options.warm_up + options.steps + gpu_profile.PROFILED_STEPS)
 
-    def step(number: int) -> tuple[float, Optional[int]]:
+    def step(number: int) -> Trained:
         result = train(number)
-        return result.loss, result.metrics.get("param_gather_bytes")
+        return Trained(result.loss, result.metrics.get("param_gather_bytes"), result.metrics.get("is_repeated", False))
 
     return step
 
@@ -145,7 +164,7 @@ def peer_trainer(options: argparse.Namespace, task: Task, validated: ValidatedRu
     loop = PeerLoop(
         options.shape, task.recipe, turned_off=task.flags.split(), division=division, device=platform.device.type
     )
-    return lambda number: (loop.step(number), None)
+    return lambda number: Trained(loop.step(number))
 
 
 def profile(train: Trainer, task: Task, first_step: int) -> None:
@@ -249,7 +268,11 @@ def is_over(run: Running, failures: dict[str, str]) -> bool:
 def tell(row: Row, path: Optional[Path]) -> None:
     """A line for people, and one for the file."""
     loss = row.losses[-1]
-    print(f"{row}: {row.step_ms:.1f} ms, {row.peak_gib:.1f} GiB, loss {loss:.4f}", flush=True)
+    print(
+        f"{row}: {row.step_ms:.1f} ms, mean {row.mean_ms:.1f}, {row.num_repeated or 0} twice, {row.peak_gib:.1f} GiB, "
+        f"loss {loss:.4f}",
+        flush=True,
+    )
     if path is not None:
         with path.open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(vars(row)) + "\n")

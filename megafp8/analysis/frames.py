@@ -30,7 +30,7 @@ def read_records(folder: Union[str, Path]) -> pandas.DataFrame:
     | `valid_loss`, `test_loss` | of the evaluation after this step; NaN in steps without one |
     | `step_ms`, `tokens_per_second` | of the step, over all devices |
     | `model_tflops_per_device`, `mfu_fraction`, `memory_peak_bytes` | of each device, the last one so far |
-    | `is_skipped` | whether the update was skipped |
+    | `is_skipped`, `is_repeated` | whether the update was skipped, the step computed twice |
     | `num_non_finite_operands`, `num_saturated_operands` | values that quantization hides |
     | `timers_ms.NAME`, `between_ms.NAME` | parts of the step's time, and time between steps |
 

@@ -107,13 +107,17 @@ def gather_codes(
     if prequantized is not None:
         # The scales came with the codes, and their sender has computed the amaxes.
         scales = _Scales(None, None, None, prequantized)
-    elif isinstance(scale, CurrentScale):
+    else:
         # The amax of a token is computed once, not once for each of its K rows. The map then gives each expert the
         # maximum over its tokens, without a launch over rows.
         amaxes = torch.where(routing_map, token_amaxes(inputs)[:, None], 0.0).amax(0)
-        scales = _Scales(amaxes, None, scale.infinities, torch.empty_like(amaxes))
-    else:
-        scales = _scales(scale, len(rows.ends), inputs)
+        if isinstance(scale, CurrentScale):
+            scales = _Scales(amaxes, None, scale.infinities, torch.empty_like(amaxes))
+        else:
+            known, recorded = scale
+            if recorded is not None:
+                torch.maximum(recorded, amaxes, out=recorded)
+            scales = _Scales(None, known, None, torch.empty_like(known))
     codes = _empty_codes(num_rows, width, scales.scale_inv, spec)
     # The grid covers the worst case; programs past the last live row return at once. See `routed_rows`.
     experts.gather_codes_kernel[(width // BLOCK_SIZE, num_rows // BLOCK_SIZE)](

@@ -6,7 +6,8 @@ and transposed. A scale belongs to an expert's rows. Rows of an expert are a mul
 codes are of no use, and grouped GEMMs do not read them.
 
 Under current scaling a first launch has found the amax of each expert. Under delayed scaling the scale of each expert
-is known before: there is one launch, which also raises the recorded amaxes [E].
+is known before: there is one launch, which also raises the recorded amaxes [E]; those of gathered tokens come from the
+tokens, which are fewer than their rows.
 
 Bytes for each number of a BF16 tensor with current scaling: gather 2 read, 2 written; SwiGLU 8 read (both halves, once
 for the amax and once for the codes), 2 written; its gradients 12 read, 4 written. With delayed scaling SwiGLU reads 4
@@ -142,9 +143,6 @@ def gather_codes_kernel(
     if not IS_SCALED:
         experts = experts_of_tile(expert_of_block, tile_row, BLOCK_SIZE)
         scale = quant_scales(amaxes, scales, experts, FORMAT)[:, None]
-        # Delayed scaling: the amaxes are for the scales of later steps. This launch does not read them.
-        if scales is not None:
-            raise_amaxes(y, amaxes, experts, tile_row, ends, NUM_EXPERTS, BLOCK_SIZE)
     store_codes(y, scale, tile_row, tile_column, num_rows, width, rows, columns, FORMAT, BLOCK_SIZE)
 
 

@@ -146,6 +146,9 @@ class StepRecord:
     ran, as the mean of all devices. It says nothing of how well kernels use a device: see `mfu_fraction`."""
     is_skipped: bool = False
     """The update was skipped: an event says why, or gradients overflowed at the loss scale."""
+    is_repeated: bool = False
+    """The experts of a rank had more tokens than the CUDA graph has rows for: the step was computed again, kernel by
+    kernel. With --moe-token-dispatcher-type peer."""
     num_non_finite_operands: Optional[int] = None
     """Non-finite values that linears quantized in this step; one counts for each GEMM that reads it and for each copy
     on a rank. None where they are not counted."""

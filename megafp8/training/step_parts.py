@@ -162,10 +162,11 @@ class ExpertRoom(StepPart):
 
     Attributes:
         counted: what the passes count for records, which the repeated ones count again.
+        is_repeated: whether the step is repeated.
     """
 
     def __init__(self, room: LoadRoom):
-        self.room, self.counted = room, list[Tensor]()
+        self.room, self.counted, self.is_repeated = room, list[Tensor](), False
 
     def begin(self, progress: Progress) -> None:
         self.room.overflows.zero_()
@@ -174,10 +175,13 @@ class ExpertRoom(StepPart):
         return {"expert_overflows": self.room.overflows}
 
     def must_repeat(self, totals: StepTotals) -> bool:
-        is_short = totals.number("expert_overflows") > 0
-        for counts in self.counted if is_short else ():
+        self.is_repeated = totals.number("expert_overflows") > 0
+        for counts in self.counted if self.is_repeated else ():
             counts.zero_()
-        return is_short
+        return self.is_repeated
+
+    def metrics(self, progress: Progress, totals: StepTotals) -> Mapping[str, Any]:
+        return {"is_repeated": self.is_repeated}
 
 
 class Traffic(StepPart):

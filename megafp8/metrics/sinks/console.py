@@ -205,7 +205,7 @@ def describe_steps(
     mfu_fraction = mean_rate("mfu_fraction")
     peak_bytes = last.memory_peak_bytes if device_memory_bytes else None
     trained = [record for record in records if not record.is_skipped] or records  # the loss of a skipped one may be NaN
-    num_skipped = sum(record.is_skipped for record in records)
+    num_skipped, num_repeated = sum(record.is_skipped for record in records), sum(r.is_repeated for r in records)
     parts = [
         f"loss {sum(record.loss for record in trained) / len(trained):<7.4f}",
         f"mtp loss {mean_losses(trained)}" if last.mtp_losses else "",
@@ -223,6 +223,7 @@ def describe_steps(
         "" if last.joules_per_token is None else f"{last.joules_per_token:.3g} J/token",
         "" if last.watts_per_device is None else f"{last.watts_per_device:.0f} W per device",
         f"{num_skipped} skipped" if num_skipped else "",
+        f"{num_repeated} computed twice: experts got more tokens" if num_repeated else "",
     ]
     return " | ".join(filter(None, parts))
 
