@@ -12,11 +12,11 @@ but not touched the GPU, so that no mode has the memory or the garbage of anothe
 there are run side by side. A data-parallel rank trains the batch of its shape, a pipeline four microbatches a stage.
 
 Timed are `--steps` steps of rank 0, each until it has read its loss, by their median; the mean has the time between two
-synchronizations of all ranks. The peak is that of the rank with the highest. Gathered bytes are what a rank gets of updated weights in a step. With `--rounds` everything is
-measured again, every second round in reverse order, and times are medians. Speed is to the same software's BF16 and to
-the peer's same recipe, the fastest of its settings, under the same layout and environment; scaling is sequences a
-second and GPU, to the same recipe and flags on one GPU. `--profile` tells of two more steps where rank 0 spends them
-(`gpu_profile.py`).
+synchronizations of all ranks. The peak is that of the rank with the highest. Gathered bytes are what a rank gets of
+updated weights in a step. With `--rounds` everything is measured again, every second round in reverse order, and times
+are medians. Speed is to the same software's BF16 and to the peer's same recipe, the fastest of its settings, under the
+same layout and environment; scaling is sequences a second and GPU, to the same recipe and flags on one GPU. `--profile`
+tells of two more steps where rank 0 spends them (`gpu_profile.py`).
 
 The JSON has a line for each measurement, in the form that `planner_measurements.py` reads. `--shape tiny` runs on any
 machine, on CPU ranks where there is no GPU.

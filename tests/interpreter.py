@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 IS_INTERPRETED = not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") == "1"
 HAS_KERNELS = importlib.util.find_spec("triton") is not None and (torch.cuda.is_available() or IS_INTERPRETED)
@@ -76,20 +75,5 @@ def constants_before_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_experts_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give experts in one launch exact kernels and FP8 grouped GEMMs on a CPU."""
+    """Give experts in one launch exact kernels on a CPU."""
     make_exact(monkeypatch)
-    monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled_grouped_mm)
-
-
-def scaled_grouped_mm(a: Tensor, b: Tensor, a_scales: Tensor, b_scales: Tensor, offs: Tensor, **_: Any) -> Tensor:
-    """`torch._scaled_grouped_mm` in FP32, for a CPU."""
-    sizes = torch.diff(offs, prepend=offs.new_zeros(1)).tolist()
-    if b.dim() == 3:
-        rest = a.shape[0] - sum(sizes)
-        parts = (a.float() * a_scales[:, None]).split([*sizes, rest])
-        products = [rows @ (w.float() * s) for rows, w, s in zip(parts, b, b_scales, strict=False)]
-        return torch.cat([*products, parts[-1].new_zeros(rest, b.shape[2])]).bfloat16()
-    rest = a.shape[1] - sum(sizes)
-    columns, rows = a.float().split([*sizes, rest], dim=1), b.float().split([*sizes, rest])
-    scales = zip(a_scales.view(len(sizes), -1, 1), b_scales.view(len(sizes), 1, -1), strict=True)
-    return torch.stack([x @ y * s * t for x, y, (s, t) in zip(columns, rows, scales, strict=False)]).bfloat16()

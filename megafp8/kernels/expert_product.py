@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megafp8.kernels.expert_wgrad import GROUP_SIZE_M, PRECISE_TILE, Tile
+from megafp8.kernels.expert_wgrad import BLOCKS, BLOCKS_TILE, GROUP_SIZE_M, PRECISE_TILE, ROWS, TENSORS, Tile
 from megafp8.kernels.routed_rows import RoutedRows
 
 LONG_SUM = 4096
@@ -25,8 +25,8 @@ TILES = Tile(128, 128, 128, 4, 3), Tile(128, 256, 128, 8, 3)
 
 @triton.jit
 def _product_kernel(
-    inputs, weights, inputs_scale, weights_scale, ends, results, N, W, NUM_EXPERTS,
-    EXPERTS: tl.constexpr, IS_ROWWISE: tl.constexpr, MAX_IMPRECISE: tl.constexpr, BLOCK_M: tl.constexpr,
+    inputs, weights, inputs_scale, weights_scale, ends, results, num_rows, N, W, NUM_EXPERTS,
+    EXPERTS: tl.constexpr, SCALES: tl.constexpr, MAX_IMPRECISE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_SIZE_M: tl.constexpr,
 ):  # fmt: skip
     # The numbers of tiles of all experts are computed once in each program, which then takes every n-th tile [BLOCK_M,
@@ -51,16 +51,23 @@ def _product_kernel(
         in_group = min(tl.cdiv(end - start, BLOCK_M) - first, GROUP_SIZE_M)
         row = start + (first + tile % (GROUP_SIZE_M * num_blocks_n) % in_group) * BLOCK_M
         w = tile % (GROUP_SIZE_M * num_blocks_n) // in_group * BLOCK_N
+        rows, columns = row + tl.arange(0, BLOCK_M), w + tl.arange(0, BLOCK_N)
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for n in tl.range(0, N, BLOCK_K):
             # Rows of the next expert, and weights past W, are multiplied as they are and not stored.
             a, b = inputs.load([row, n]), weights.load([expert * W + w, n])
-            total = tl.dot(a, b.T, total, max_num_imprecise_acc=MAX_IMPRECISE)
-        rows, columns = row + tl.arange(0, BLOCK_M), w + tl.arange(0, BLOCK_N)
-        if IS_ROWWISE:
+            if SCALES == BLOCKS:
+                # A product of blocks has one scale for each row: it is added after it has been multiplied with it. The
+                # scales of inputs are [N / 128, R], those of weights [E, W / 128, N / 128].
+                scale = tl.load(inputs_scale + n // BLOCK_K * num_rows + rows, mask=rows < end)
+                of_weights = (expert * num_blocks_n + w // BLOCK_N) * (N // BLOCK_K) + n // BLOCK_K
+                total += tl.dot(a, b.T) * (scale * tl.load(weights_scale + of_weights))[:, None]
+            else:
+                total = tl.dot(a, b.T, total, max_num_imprecise_acc=MAX_IMPRECISE)
+        if SCALES == ROWS:
             total *= tl.load(inputs_scale + rows, mask=rows < end)[:, None]
             total *= tl.load(weights_scale + expert * W + columns, mask=columns < W)[None, :]
-        else:
+        elif SCALES == TENSORS:
             total *= tl.load(inputs_scale + expert) * tl.load(weights_scale + expert)
         # int64: R x W may exceed 2^31.
         target = results + rows.to(tl.int64)[:, None] * W + columns[None, :]
@@ -75,20 +82,21 @@ def product(
 
     Args:
         inputs: E4M3 or E5M2 [R, N].
-        scale_inv: its dequantization scales, FP32 [E], or by the rowwise recipe [R].
+        scale_inv: its dequantization scales, FP32 [E], by the rowwise recipe [R], by the blockwise one [N / 128, R].
         weights: E4M3 or E5M2 [E, W, N].
-        weights_scale_inv: FP32 [E], or by the rowwise recipe [E, W].
+        weights_scale_inv: FP32 [E], by the rowwise recipe [E, W], by the blockwise one [E, W / 128, N / 128].
         rows: of the experts.
         is_fast: products may be added with fewer bits.
     """
     num_experts, width, length = weights.shape
-    tile = TILES[length >= LONG_SUM] if is_fast else PRECISE_TILE
+    kind = weights_scale_inv.dim() - 1
+    tile = BLOCKS_TILE if kind == BLOCKS.value else TILES[length >= LONG_SUM] if is_fast else PRECISE_TILE
     results = inputs.new_empty(len(inputs), width, dtype=torch.bfloat16)
     _product_kernel[(num_programs(tile, inputs.device),)](
         TensorDescriptor.from_tensor(inputs, [tile.block_m, tile.block_k]),
         TensorDescriptor.from_tensor(weights.view(-1, length), [tile.block_n, tile.block_k]),
-        scale_inv, weights_scale_inv, rows.ends, results, length, width, num_experts,
-        EXPERTS=triton.next_power_of_2(num_experts), IS_ROWWISE=weights_scale_inv.dim() == 2,
+        scale_inv, weights_scale_inv, rows.ends, results, len(inputs), length, width, num_experts,
+        EXPERTS=triton.next_power_of_2(num_experts), SCALES=kind,
         MAX_IMPRECISE=None if is_fast else tile.block_k, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k, GROUP_SIZE_M=GROUP_SIZE_M, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

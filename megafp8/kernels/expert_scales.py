@@ -13,13 +13,16 @@ class ColumnCodes(NamedTuple):
 
     Attributes:
         codes: uint8 [W, R], of weights [E, W, N].
-        scale_inv: FP32 dequantization scales, [E], or [E, W] by the rowwise recipe.
+        scale_inv: FP32 dequantization scales, [E], by the rowwise recipe [E, W], by the blockwise one [R / 128, W], of
+            weights [E, W / 128, N / 128].
         dtype: of the format.
+        is_blockwise: whether blocks have scales.
     """
 
     codes: Tensor
     scale_inv: Tensor
     dtype: torch.dtype = torch.float8_e4m3fn
+    is_blockwise: bool = False
 
     @property
     def fp8(self) -> Tensor:

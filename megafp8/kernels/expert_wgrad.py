@@ -37,6 +37,10 @@ FP8_TILE = Tile(128, 256, 128, 8, 3)
 """The fastest of 44: the copy engine adds while the multiprocessor goes on, so that few rows need no small tiles."""
 PRECISE_TILE = Tile(128, 128, 128, 8, 4)
 """Where FP8 products are added with all bits: registers hold a second sum, of one block of rows."""
+BLOCKS_TILE = Tile(128, 128, 128, 8, 4)
+"""Where blocks have scales: registers hold a second sum, of one block."""
+TENSORS, ROWS, BLOCKS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""What has a scale: an expert's numbers; each row and column; blocks of 128 of them (`expert_blockwise.py`)."""
 GROUP_SIZE_M = 8
 """Tiles of so many rows of a weight follow each other for each tile of columns, so that the L2 cache keeps them."""
 
@@ -44,7 +48,7 @@ GROUP_SIZE_M = 8
 @triton.jit
 def _wgrad_kernel(
     grad_output, inputs, grad_output_scale, inputs_scale, ends, main_grad, added_to, N, W,
-    IS_FP8: tl.constexpr, IS_ROWWISE: tl.constexpr, MAX_IMPRECISE: tl.constexpr, IS_OVERWRITTEN: tl.constexpr,
+    IS_FP8: tl.constexpr, SCALES: tl.constexpr, MAX_IMPRECISE: tl.constexpr, IS_OVERWRITTEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_SIZE_M: tl.constexpr,
 ):  # fmt: skip
     # A program computes one tile [BLOCK_M, BLOCK_N] of one expert's weight gradients. Experts are the slowest index, so
@@ -61,18 +65,25 @@ def _wgrad_kernel(
     # rows stores or adds zeros.
     start, end = tl.load(ends + expert - 1, mask=expert > 0, other=0), tl.load(ends + expert)
     whole = start + (end - start) // BLOCK_K * BLOCK_K
+    rows, columns = n + tl.arange(0, BLOCK_M), w + tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     # Only complete blocks of rows: they need no mask, and the compiler pipelines the loop.
     for row in tl.range(start, whole, BLOCK_K):
         # A descriptor's load gives zeros outside the tensor, so that the edges of N and W need no masks here.
-        if IS_FP8:
+        if IS_FP8 and SCALES == BLOCKS:
+            # Scales [R / 128, N] and [R / 128, W]. All blocks are complete: an expert's rows are a multiple of 128.
+            a, b, block = grad_output.load([n, row]), inputs.load([w, row]), row // BLOCK_K
+            of_rows = tl.load(grad_output_scale + block * N + rows, mask=rows < N)
+            of_columns = tl.load(inputs_scale + block * W + columns, mask=columns < W)
+            total += tl.dot(a, b.T) * of_rows[:, None] * of_columns[None, :]
+        elif IS_FP8:
             # FP8 tensor cores take operands that are contiguous along the sum, which are the transposed codes [N, R]
             # and [W, R].
             a, b = grad_output.load([n, row]), inputs.load([w, row])
             total = tl.dot(a, b.T, total, max_num_imprecise_acc=MAX_IMPRECISE)
         else:
             total = tl.dot(grad_output.load([row, n]).T, inputs.load([row, w]), total)
-    if whole < end:  # the rows of the next expert count as zeros, whatever they are
+    if SCALES != BLOCKS and whole < end:  # the rows of the next expert count as zeros, whatever they are
         # The next expert's rows follow in the same block. Both operands are masked: NaN or infinity in one times 0 in
         # the other would be NaN.
         live = whole + tl.arange(0, BLOCK_K) < end
@@ -87,12 +98,11 @@ def _wgrad_kernel(
             a = tl.where(live[:, None], grad_output.load([whole, n]), 0.0).to(tl.bfloat16)
             b = tl.where(live[:, None], inputs.load([whole, w]), 0.0).to(tl.bfloat16)
             total = tl.dot(a.T, b, total)
-    rows, columns = n + tl.arange(0, BLOCK_M), w + tl.arange(0, BLOCK_N)
     # One scale for all rows of an expert, or of each of their columns: it can be taken out of the sum.
-    if IS_ROWWISE:
+    if SCALES == ROWS:
         total *= tl.load(grad_output_scale + expert * N + rows, mask=rows < N)[:, None]
         total *= tl.load(inputs_scale + expert * W + columns, mask=columns < W)[None, :]
-    elif IS_FP8:
+    elif SCALES == TENSORS and IS_FP8:
         total *= tl.load(grad_output_scale + expert) * tl.load(inputs_scale + expert)
     if added_to is not None:
         # The copy engine stores or adds, and leaves out what is outside. In two parts, because a whole tile in FP32
@@ -127,7 +137,7 @@ def add_wgrad(
     Args:
         main_grad: [E, N, W], contiguous, FP32 or BF16; sums are in FP32.
         grad_output: BF16 [R, N], or E4M3 or E5M2 codes [N, R] with a scale for each expert, or by the rowwise recipe
-            for each column of its rows.
+            for each column of its rows, or by the blockwise one for 128 of its rows.
         inputs: BF16 [R, W], or codes [W, R].
         rows: of the experts.
         is_fast: FP8 products may be added with fewer bits.
@@ -137,12 +147,15 @@ def add_wgrad(
     # By the worst case of rows: how many an expert has is not known on the host.
     has_many = rows.token_of_row.numel() >= MANY_ROWS * num_experts
     if isinstance(grad_output, ColumnCodes) and isinstance(inputs, ColumnCodes):
-        a, b, is_fp8, tile = grad_output.fp8, inputs.fp8, True, FP8_TILE if is_fast else PRECISE_TILE
+        kind = BLOCKS if grad_output.is_blockwise else ROWS if grad_output.scale_inv.dim() == 2 else TENSORS
+        tile = BLOCKS_TILE if grad_output.is_blockwise else FP8_TILE if is_fast else PRECISE_TILE
+        a, b, is_fp8 = grad_output.fp8, inputs.fp8, True
         a_scale, b_scale = grad_output.scale_inv, inputs.scale_inv
         # What one load of a descriptor takes: [BLOCK_M, BLOCK_K] of codes [N, R]; of BF16 [R, N] the transpose.
         blocks = [tile.block_m, tile.block_k], [tile.block_n, tile.block_k]
     else:
         a, b, a_scale, b_scale, is_fp8, tile = grad_output, inputs, None, None, False, BF16_TILES[has_many]
+        kind = TENSORS
         blocks = [tile.block_k, tile.block_m], [tile.block_k, tile.block_n]
     # Triton's interpreter has no such additions, and the copy engine needs 16 bytes.
     has_copies = main_grad.is_cuda and main_grad.data_ptr() % 16 == 0 and w % 4 == 0
@@ -153,7 +166,7 @@ def add_wgrad(
     grid = (triton.cdiv(n, tile.block_m) * triton.cdiv(w, tile.block_n) * num_experts,)
     _wgrad_kernel[grid](
         TensorDescriptor.from_tensor(a, blocks[0]), TensorDescriptor.from_tensor(b, blocks[1]), a_scale, b_scale,
-        rows.ends, main_grad, added_to, n, w, IS_FP8=is_fp8, IS_ROWWISE=b_scale is not None and b_scale.dim() == 2,
+        rows.ends, main_grad, added_to, n, w, IS_FP8=is_fp8, SCALES=kind.value,
         MAX_IMPRECISE=None if is_fast else tile.block_k, IS_OVERWRITTEN=is_overwritten, BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_SIZE_M=GROUP_SIZE_M, num_warps=tile.warps,
         num_stages=tile.stages,

@@ -1,10 +1,10 @@
 """Where the tokens of each expert lie: the rows that grouped GEMMs multiply.
 
 Each token has a row for each of its experts. The rows of an expert are consecutive, in the order of the tokens, and
-padded with empty rows to a multiple of `ALIGNMENT`. Their number is known on the device only: the buffer has as many
-rows as the worst case needs, and what lies behind the last expert's rows is never read. So the host waits for nothing,
-and a CUDA graph can hold the step. Where tokens come from other ranks the worst case is too large, and `Room` says how
-many rows there are.
+padded with empty rows to a multiple of `ALIGNMENT`, or of more. Their number is known on the device only: the buffer
+has as many rows as the worst case needs, and what lies behind the last expert's rows is never read. So the host waits
+for nothing, and a CUDA graph can hold the step. Where tokens come from other ranks the worst case is too large, and
+`Room` says how many rows there are.
 """
 
 from __future__ import annotations
@@ -49,27 +49,28 @@ class Room(Protocol):
         """
 
 
-def num_rows(num_tokens: int, num_experts: int, top_k: int) -> int:
+def num_rows(num_tokens: int, num_experts: int, top_k: int, alignment: int = ALIGNMENT) -> int:
     """Rows for the worst case, in complete tiles."""
-    largest = num_tokens * top_k + num_experts * (ALIGNMENT - 1)
+    largest = num_tokens * top_k + num_experts * (alignment - 1)
     return round_up(largest, TILE)
 
 
-def route(routing_map: Tensor, top_k: int, room: Optional[Room] = None) -> RoutedRows:
+def route(routing_map: Tensor, top_k: int, room: Optional[Room] = None, alignment: int = ALIGNMENT) -> RoutedRows:
     """Assign rows.
 
     Args:
         routing_map: bool [T, E], which experts each token has.
         top_k: K; a token with more than K experts loses the last ones.
         room: None: for the worst case.
+        alignment: the rows of an expert are a multiple of this, which is one of `ALIGNMENT`.
     """
     num_tokens, num_experts = routing_map.shape
-    rows, device = num_rows(num_tokens, num_experts, top_k), routing_map.device
+    rows, device = num_rows(num_tokens, num_experts, top_k, alignment), routing_map.device
     # A sum along the last dimension is one pass; along the first one it took 2.8 ms for 16,384 tokens on an H200.
     rank = routing_map.t().contiguous().cumsum(1, dtype=torch.int32).t()
     # The last element of each column is the number of the expert's tokens. Each is rounded up, so that the next
-    # expert's rows start at a multiple of ALIGNMENT.
-    padded = (rank[-1] + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
+    # expert's rows start at a multiple of the alignment.
+    padded = (rank[-1] + (alignment - 1)) // alignment * alignment
     ends = padded.cumsum(0, dtype=torch.int32)
     # `rank` counts from 1. Experts that a token does not have get the row after all others, which sorts last.
     row = rank + (ends - padded - 1)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Optional, Union
 import torch
 from torch import Tensor
 
-from megafp8.kernels import expert_casts, expert_rowwise, expert_wgrad
+from megafp8.kernels import expert_blockwise, expert_casts, expert_rowwise, expert_wgrad
 from megafp8.kernels.expert_scales import ColumnCodes, CurrentScale
 from megafp8.kernels.expert_wgrad import Operand
 from megafp8.kernels.rounding import FormatSpec
@@ -27,6 +27,7 @@ from megafp8.quantization.delayed_scaling import DelayedScale
 from megafp8.quantization.grouped_linear import Codes
 from megafp8.quantization.linear import main_grad_stand_in
 from megafp8.quantization.prequantized import PrequantizedScale
+from megafp8.recipes.base import OperandRule, ScaleRule
 
 
 class ExpertCodes(NamedTuple):
@@ -35,14 +36,20 @@ class ExpertCodes(NamedTuple):
     Attributes:
         spec: the format of inputs and weights.
         gradient_spec: the format of output gradients.
-        is_rowwise: operands have a scale for each row and column (`expert_rowwise.py`).
+        casts: of rows, with the scales of the recipe.
     """
 
     fc1: Codes
     fc2: Codes
     spec: FormatSpec
     gradient_spec: FormatSpec
-    is_rowwise: bool = False
+    casts: Any = expert_casts
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether products of backward GEMMs may be added with fewer bits: as in linears of the rowwise recipe, fprop
+        alone does."""
+        return self.casts is not expert_rowwise
 
 
 Scale = Union[CurrentScale, DelayedScale]
@@ -64,17 +71,20 @@ class ExpertScales(NamedTuple):
 
 def cast_weights(
     fc1: Tensor, fc2: Tensor, spec: FormatSpec, of_fc1: Scale = CurrentScale(), of_fc2: Scale = CurrentScale(), *,
-    gradient_spec: Optional[FormatSpec] = None, is_rowwise: bool = False,
+    gradient_spec: Optional[FormatSpec] = None, casts: Any = expert_casts,
 ) -> ExpertCodes:  # fmt: skip
     """Codes of fc1 [E, 2 F, H] and fc2 [E, H, F], BF16, by their scales; `gradient_spec` of None is `spec`."""
-    weight_codes = casts_of(is_rowwise).weight_codes
-    codes = weight_codes(fc1, spec, of_fc1), weight_codes(fc2, spec, of_fc2)
-    return ExpertCodes(*codes, spec, gradient_spec or spec, is_rowwise)
+    codes = casts.weight_codes(fc1, spec, of_fc1), casts.weight_codes(fc2, spec, of_fc2)
+    return ExpertCodes(*codes, spec, gradient_spec or spec, casts)
 
 
-def casts_of(is_rowwise: bool) -> Any:
-    """The module with the casts of a recipe."""
-    return expert_rowwise if is_rowwise else expert_casts
+def casts_of(rule: OperandRule) -> Any:
+    """The casts of a recipe, by its rule of inputs of the forward pass: a scale for each expert, row or block."""
+    if rule.block is None:
+        return expert_casts
+    if rule.block[1] is None:
+        return expert_rowwise
+    return expert_blockwise.BlockwiseCasts(is_power_of_two=rule.scale_rule is ScaleRule.POWER_OF_TWO)
 
 
 def experts(
@@ -156,7 +166,7 @@ class _FP8Experts(torch.autograd.Function):
         ctx: Any, inputs: Tensor, probs: Tensor, fc1: Tensor, fc2: Tensor, routing_map: Tensor, rows: RoutedRows,
         codes: ExpertCodes, prequantized: Optional[PrequantizedScale], scales: ExpertScales,
     ) -> Tensor:  # fmt: skip
-        casts, dequant_scale = casts_of(codes.is_rowwise), None
+        casts, dequant_scale = codes.casts, None
         # Infinite tokens arrived as finite codes; only the sender has seen them.
         if prequantized is not None:
             dequant_scale = prequantized.dequant_scale
@@ -165,19 +175,19 @@ class _FP8Experts(torch.autograd.Function):
         h = grouped_linear.fp8_fprop(x, codes.fc1, rows)
         y = casts.swiglu_codes(h, probs, rows, codes.spec, scales.fc2_input)
         # fprop alone reads codes by rows, wgrad alone reads the transposed ones.
-        (x_columns, x_scale, _), (y_columns, y_scale, _) = x.transposed, y.transposed
-        ctx.save_for_backward(x_columns, x_scale, h, y_columns, y_scale, probs, routing_map)
+        (*x_columns, dtype, is_blockwise), (*y_columns, _, _) = x.transposed, y.transposed
+        ctx.save_for_backward(*x_columns, *y_columns, h, probs, routing_map)
+        ctx.kind_of_columns = dtype, is_blockwise
         # Attributes, not saved tensors: wgrad is added to `main_grad` of these very parameters.
         ctx.weights, ctx.rows, ctx.codes, ctx.scales = (fc1, fc2), rows, codes, scales
         return expert_casts.sum_rows(grouped_linear.fp8_fprop(y, codes.fc2, rows), rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Optional[Tensor], ...]:
-        x_columns, x_scale, h, y_columns, y_scale, probs, routing_map = ctx.saved_tensors
+        *columns, h, probs, routing_map = ctx.saved_tensors
         (fc1, fc2), rows, codes, scales = ctx.weights, ctx.rows, ctx.codes, ctx.scales
-        x, y = ColumnCodes(x_columns, x_scale), ColumnCodes(y_columns, y_scale)
-        # As in linears of the rowwise recipe, fprop alone accumulates fast.
-        casts, is_fast = casts_of(codes.is_rowwise), not codes.is_rowwise
+        x, y = (ColumnCodes(*each, *ctx.kind_of_columns) for each in (columns[:2], columns[2:]))
+        casts, is_fast = codes.casts, codes.is_fast
         # One cast writes codes by rows, for dgrad, and transposed, for wgrad.
         dz = casts.gather_codes(grad.contiguous(), rows, routing_map, codes.gradient_spec, scale=scales.fc2_grad_output)
         dy = grouped_linear.fp8_dgrad(dz, codes.fc2, rows, is_fast)

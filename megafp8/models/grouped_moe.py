@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megafp8.config.precision_map import EXPERTS
 from megafp8.kernels.expert_scales import CurrentScale, CurrentScales
-from megafp8.kernels.routed_rows import Room, route
+from megafp8.kernels.routed_rows import ALIGNMENT, Room, route
 from megafp8.mcore.process_groups import amax_reduction_group
 from megafp8.models.peer_exchange import Exchange, exchange_of, from_experts, to_experts
 from megafp8.quantization.delayed_scaling import AmaxExchange, DelayedScale, DelayedScales, DelayedState
@@ -45,8 +45,8 @@ class GroupedExperts(MegatronModule):
 
     Args:
         num_local_experts: E.
-        recipe: quantizes all operands by the same rule, or rowwise, output gradients perhaps in a format of their
-            own; None computes in BF16.
+        recipe: quantizes all operands by the same rule, or rowwise, or blockwise, output gradients perhaps in a format
+            of their own; None computes in BF16.
         exchange: updates the scales of delayed scaling for all layers of a model chunk; None: of this layer only.
         name: megatron-core 0.19 passes one; not used.
 
@@ -76,6 +76,9 @@ class GroupedExperts(MegatronModule):
         self.data_group, self.expert_group = pg_collection.expt_dp, pg_collection.ep
         self.rule = None if recipe is None else recipe.rule(Operand.INPUT, Gemm.FPROP)
         self.gradient_rule = None if recipe is None else recipe.rule(Operand.GRAD_OUTPUT, Gemm.DGRAD)
+        # The rows of an expert are complete blocks, where these have scales.
+        block = None if self.rule is None else self.rule.block
+        self.row_alignment = block[1] if block is not None and block[1] is not None else ALIGNMENT
         self.quantizer_state = torch.nn.ModuleDict()
         self.infinities: dict[str, Tensor] = {}
         self.exchange = exchange or AmaxExchange()
@@ -107,7 +110,7 @@ class GroupedExperts(MegatronModule):
         from megafp8.models.grouped_experts import ExpertScales, experts  # needs Triton
 
         # Assigned once, for all kernels of both passes.
-        rows = route(routing_map, topk, room)
+        rows = route(routing_map, topk, room, self.row_alignment)
         # Only passes with gradients count: evaluation is left out.
         if self.load is not None and torch.is_grad_enabled():
             self.load.add_rows(rows.ends[-1])
@@ -144,15 +147,14 @@ class GroupedExperts(MegatronModule):
         if self.rule is None or self.gradient_rule is None or not self.is_quantizing:
             return None
         from megafp8.kernels.rounding import format_spec
-        from megafp8.models.grouped_experts import cast_weights
+        from megafp8.models.grouped_experts import cast_weights, casts_of
 
         # Weights change between steps only. Evaluation casts in every call.
         if self.codes is None or self.is_first_microbatch or not self.training:
             spec, gradient_spec = format_spec(self.rule.format), format_spec(self.gradient_rule.format)
-            is_rowwise = self.rule.block is not None
             # Autograd sees the BF16 weights; the casts are not differentiated.
             fc1, fc2 = self.linear_fc1.detach(), self.linear_fc2.detach()
-            self.codes = cast_weights(fc1, fc2, spec, *scales, gradient_spec=gradient_spec, is_rowwise=is_rowwise)
+            self.codes = cast_weights(fc1, fc2, spec, *scales, gradient_spec=gradient_spec, casts=casts_of(self.rule))
             self.is_first_microbatch = not self.training  # weights may change between evaluation and the next step
         return self.codes
 

@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from megafp8.kernels import expert_product
+from megafp8.kernels.expert_blockwise import BlockwiseCodes
 from megafp8.kernels.expert_casts import RoutedCodes
 from megafp8.kernels.expert_rowwise import RowwiseCodes
 from megafp8.kernels.routed_rows import RoutedRows
 
-Codes = Union[RoutedCodes, RowwiseCodes]
+Codes = Union[RoutedCodes, RowwiseCodes, BlockwiseCodes]
 
 
 def fprop(inputs: Tensor, weights: Tensor, rows: RoutedRows) -> Tensor:
@@ -29,8 +30,8 @@ def dgrad(grad_output: Tensor, weights: Tensor, rows: RoutedRows) -> Tensor:
 
 
 def _scales(codes: Codes) -> Tensor:
-    """Of codes by rows: of each row, or of each expert."""
-    return codes.row_scale_inv if isinstance(codes, RowwiseCodes) else codes.scale_inv
+    """Of codes by rows: of each row or block, or of each expert."""
+    return codes.scale_inv if isinstance(codes, RoutedCodes) else codes.row_scale_inv
 
 
 def fp8_fprop(inputs: Codes, weights: Codes, rows: RoutedRows, is_fast: bool = True) -> Tensor:

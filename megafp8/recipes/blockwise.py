@@ -44,6 +44,7 @@ RECIPE = Recipe(
     te_switches=(("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "scales are FP32"),),
     is_faster_with_kernels=True,
     fuses_swiglu=True,
+    grouped_gemm_formats=("e4m3", "hybrid"),
     supports_op_fuser=True,
     output_layer_recipe="blockwise",
     export_form=ExportForm(

@@ -15,6 +15,7 @@ from stacked_experts import EP2, MODEL, stack_experts
 
 interpreter.skip_without_kernels()
 
+from megafp8.kernels import expert_rowwise
 from megafp8.kernels.rounding import format_spec
 from megafp8.models.grouped_experts import cast_weights
 from megafp8.models.grouped_moe import GroupedExperts
@@ -46,7 +47,7 @@ def trained(flags: str, world_size: int, is_stacked: bool) -> Curve:
     before = [(each.linear_fc1.detach().clone(), each.linear_fc2.detach().clone()) for each in experts]
     second = train(run, 1, first_step=2)
     for each, (fc1, fc2) in zip(experts, before, strict=True):
-        codes = cast_weights(fc1, fc2, format_spec(E4M3), is_rowwise=True)
+        codes = cast_weights(fc1, fc2, format_spec(E4M3), casts=expert_rowwise)
         assert torch.equal(each.codes.fc1.rows, codes.fc1.rows)
         assert torch.equal(each.codes.fc2.column_scale_inv, codes.fc2.column_scale_inv)
     return Curve(first.losses + second.losses, first.grad_norms + second.grad_norms)

@@ -14,8 +14,9 @@ from megafp8.device.layer_support import expert_launch_warnings
 DELAYED, HYBRID = "--fp8-format e4m3 --fp8-recipe delayed", "--fp8-format hybrid --fp8-recipe delayed"
 ROWWISE = "--fp8-format e4m3 --fp8-recipe rowwise"
 TRITON = "--moe-expert-kernels triton"
-OTHERS = ["experts in another precision than BF16 or tensorwise e4m3/hybrid, delayed e4m3/hybrid, rowwise e4m3/hybrid"]
-BLOCKWISE = "--fp8-format e4m3 --fp8-recipe blockwise"
+ONE_LAUNCH = ", ".join(f"{recipe} e4m3/hybrid" for recipe in ("tensorwise", "delayed", "rowwise", "blockwise"))
+OTHERS = [f"experts in another precision than BF16 or {ONE_LAUNCH}"]
+BLOCKWISE, MXFP8 = (f"--fp8-format e4m3 --fp8-recipe {recipe}" for recipe in ("blockwise", "mxfp8"))
 
 
 @pytest.mark.parametrize(
@@ -28,7 +29,9 @@ BLOCKWISE = "--fp8-format e4m3 --fp8-recipe blockwise"
         ("--tensor-model-parallel-size 2", ["tensor-parallel ranks without expert-parallel ones"]),
         (HYBRID, []),
         ("--fp8-format hybrid --fp8-recipe tensorwise", []),
-        (f"{BLOCKWISE} {TRITON}", OTHERS),
+        (BLOCKWISE, []),
+        ("--fp8-format hybrid --fp8-recipe blockwise", []),
+        (f"{MXFP8} {TRITON}", OTHERS),
         ("--fp8-format e5m2 --fp8-recipe tensorwise", OTHERS),
         (f"{ROWWISE} {TRITON}", []),
         (ROWWISE, ["emulated experts, unless --moe-expert-kernels triton is given"]),
@@ -54,7 +57,8 @@ FORMAT = "with --fp8-format e4m3 all of them run in one launch"
         (HYBRID, "transformer_engine", None),
         ("--fp8-format e5m2", "transformer_engine", FORMAT),
         ("--fp8-format e5m2 --moe-expert-kernels te", "transformer_engine", FORMAT),
-        (BLOCKWISE, "transformer_engine", "with --fp8-recipe tensorwise all of them run in one launch"),
+        (BLOCKWISE, "transformer_engine", None),
+        (MXFP8, "transformer_engine", "with --fp8-recipe tensorwise all of them run in one launch"),
         (f"{DELAYED} --moe-expert-kernels te", "transformer_engine", "without --moe-expert-kernels te all of them run"),
         (
             f"{EP2} --moe-token-dispatcher-type allgather",
@@ -79,7 +83,7 @@ def test_a_run_whose_experts_run_one_by_one_says_what_avoids_it(
 
 
 def test_the_suggestion_may_be_several_flags() -> None:
-    text = f"--fp8-format e5m2 --fp8-recipe blockwise {EP2} --moe-token-dispatcher-type allgather"
+    text = f"--fp8-format e5m2 --fp8-recipe mxfp8 {EP2} --moe-token-dispatcher-type allgather"
     config = flags.parse(f"--model-preset mixtral-8x7b --bf16 {text}".split()).config
     suggestion = one_launch_suggestion(config)
     assert all(

@@ -119,8 +119,7 @@ def test_a_run_is_that_of_linears(num_ranks: int) -> None:
 
 
 @on_cpu_ranks
-def test_codes_that_travel_are_those_of_the_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "_scaled_grouped_mm", interpreter.scaled_grouped_mm)
+def test_codes_that_travel_are_those_of_the_experts() -> None:
     codes, tokens, bf16 = (
         run_ranks(2, curve, params, sends_codes)
         for params, sends_codes in (({"recipe": TENSORWISE}, True), ({"recipe": TENSORWISE}, False), ({}, False))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 interpreter.skip_without_kernels()
 
+from megafp8.kernels import expert_casts, expert_rowwise
 from megafp8.kernels.expert_scales import ColumnCodes
 from megafp8.kernels.rounding import format_spec
 from megafp8.kernels.routed_rows import ALIGNMENT, RoutedRows, route
@@ -95,7 +96,13 @@ def test_gradients_are_e5m2_in_dgrad_and_wgrad(recipe: str, monkeypatch: pytest.
     rows = route(chosen, TOP_K)
     inputs, grad = drawn(TOKENS, HIDDEN, seed=3).requires_grad_(), drawn(TOKENS, HIDDEN, seed=4)
     specs = format_spec(E4M3), format_spec(E5M2)
-    codes = cast_weights(fc1.detach(), fc2.detach(), specs[0], gradient_spec=specs[1], is_rowwise=recipe == "rowwise")
+    codes = cast_weights(
+        fc1.detach(),
+        fc2.detach(),
+        specs[0],
+        gradient_spec=specs[1],
+        casts=expert_rowwise if recipe == "rowwise" else expert_casts,
+    )
     inner, outer = (DelayedScale(torch.full((EXPERTS,), scale, device=DEVICE), None) for scale in (64.0, 4096.0))
     scales = ExpertScales(inner, inner, outer, outer) if recipe == "delayed" else ExpertScales()
     experts(inputs, scores * chosen, fc1, fc2, chosen, rows, codes, scales=scales).backward(grad)
@@ -105,7 +112,7 @@ def test_gradients_are_e5m2_in_dgrad_and_wgrad(recipe: str, monkeypatch: pytest.
     for (dz, weights, result), (weight, columns, x, *_) in zip(dgrads, wgrads, strict=True):
         values = decoded(dz, rows)
         assert columns.dtype == torch.float8_e5m2 and weights.dtype == x.dtype == torch.float8_e4m3fn
-        transposed, weight_scales, _ = weights.transposed
+        transposed, weight_scales, *_ = weights.transposed
         for expert, each in enumerate(parts(rows)):
             w = transposed[expert].view(torch.float8_e4m3fn).float() * weight_scales[expert].view(-1, 1)
             assert near(result[each], values[each] @ w.t())

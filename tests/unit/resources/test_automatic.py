@@ -121,7 +121,7 @@ def test_a_flag_wins(flag: str, field: str) -> None:
     [
         ("--fp8-format e4m3", "triton", "all experts in one launch"),
         ("--fp8-format hybrid", "triton", "all experts in one launch"),
-        ("--fp8-format e4m3 --fp8-recipe blockwise", "te", "experts in another precision than BF16 or"),
+        ("--fp8-format e4m3 --fp8-recipe blockwise", "triton", "all experts in one launch"),
         ("--fp8-format e4m3 --expert-model-parallel-size 2", "triton", "all experts in one launch"),
         (
             "--fp8-format e4m3 --expert-model-parallel-size 2 --moe-token-dispatcher-type allgather",
@@ -141,7 +141,7 @@ def test_the_kernels_of_experts_are_told_with_the_reason(flags: str, kernels: st
     [
         ("--fp8-format e4m3", "has no effect with --moe-expert-kernels triton on one expert-parallel rank"),
         ("--fp8-format e4m3 --expert-model-parallel-size 2", "only costs time with --moe-expert-kernels triton"),
-        ("--fp8-format e4m3 --fp8-recipe blockwise", None),
+        ("--fp8-format e4m3 --moe-expert-kernels te", None),
     ],
 )
 def test_chosen_kernels_of_experts_make_the_padding_of_the_router_unused(flags: str, warning: Optional[str]) -> None:
