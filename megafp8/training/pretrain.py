@@ -152,13 +152,12 @@ def train(run: Run, details: Optional[dict[str, str]] = None) -> Progress:
         check_no_newer_checkpoint(run.config, progress.step)
     run.watchdog.resumed(progress.step, resumes_own_run(run.config))
     total_steps = run.last_step(progress)
-    packing = packing_text(run.datasets[0])
-    lines = [*phase_lines(run), *filter(None, [packing and f"packing: {packing}", validation_line(run)])]
-    if rank() == 0 and lines:
+    if rank() == 0 and (lines := [*phase_lines(run), *filter(None, [validation_line(run)])]):
         print("\n".join(lines), flush=True)
     with open_sinks(run, total_steps, run.end_sample(progress)) as sinks:
         sinks.write(run_record(run, progress.step or None))
-        events = [("checkpoint", note) for note in notes] + ([("packing", packing)] if packing else [])
+        events = [("checkpoint", note) for note in notes]
+        events += [("packing", text) for text in [packing_text(run.datasets[0])] if text]
         for name, detail in [*events, *((details or {}) | describe_update(run)).items()]:
             sinks.write(EventRecord(step=progress.step, name=name, detail=detail))
         if not run.config.training.skip_train:
