@@ -3,8 +3,8 @@
     python benchmarks/data_loading.py [--rounds 5] [--json FILE]
 
 Index: a shard of 10 billion tokens in 10 million documents, with a real .idx and a sparse .bin of the right size, is
-checked, indexed for one epoch at sequence length 2048, and opened again from the cache. This runs in a separate
-process, whose memory is reported without that of the imports.
+checked, indexed for one epoch at sequence length 2048, and opened again from the cache; then with `--packing best-fit`.
+This runs in a separate process, whose memory is reported without that of the imports.
 
 Loader: microbatches of 4 x 2048 tokens in random order from a shard of 64 million tokens in the page cache, read in the
 main process and by loader processes, alternating with megatron-core's dataset under the same loader. Documents have
@@ -65,7 +65,7 @@ def write_index_of(prefix: Path, lengths: np.ndarray) -> None:
         write_index(stream, [build_document_index(lengths, np.dtype(np.uint16))])
 
 
-def build(prefix: Path, cache: Path, num_samples: int) -> Any:
+def build(prefix: Path, cache: Path, num_samples: int, packing: str = "cut") -> Any:
     """The training dataset of a shard."""
     from megafp8.config.schema import DataConfig, RunConfig
     from megafp8.data.datasets import build_datasets
@@ -73,7 +73,7 @@ def build(prefix: Path, cache: Path, num_samples: int) -> Any:
 
     data = DataConfig(
         data_path=(str(prefix),), split="1", seq_length=SEQ_LENGTH, data_cache_path=str(cache),
-        tokenizer_type="NullTokenizer",
+        tokenizer_type="NullTokenizer", packing=packing,
     )  # fmt: skip
     tokenizer = build_tokenizer(data, VOCAB_SIZE)
     return build_datasets(RunConfig(data=data), tokenizer, (num_samples, 0, 0))[0]
@@ -123,6 +123,8 @@ def time_index(folder: Path, num_documents: int, results: Any) -> None:
         "check the shard, hash its index": lambda: (check_shard(str(prefix), VOCAB_SIZE), content_key(str(prefix))),
         "check and build the indices": partial(build, prefix, folder / "cache", samples),
         "check and open the indices": partial(build, prefix, folder / "cache", samples),
+        "check and build packed indices": partial(build, prefix, folder / "packed", samples, "best-fit"),
+        "check and open packed indices": partial(build, prefix, folder / "packed", samples, "best-fit"),
     }.items():
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
         wall_ms, cpu_ms = timing.own_times_ms(step)

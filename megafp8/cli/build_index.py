@@ -7,7 +7,7 @@
 takes the flags of megafp8 pretrain: give the command line of the run; flags without influence on the indices are
 ignored. The run then finds the indices in --data-cache-path (default: in --save, else next to the shards). Repeating
 the command checks existing indices. An index depends on the contents of the shards, --seq-length, --seed,
---split, the weights, and on the length of the run only as far as that needs more epochs.
+--split, --packing, the weights, and on the length of the run only as far as that needs more epochs.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ def build(config: RunConfig, world_size: int) -> None:
 
     install_patches()
     from megafp8.data.datasets import SPLITS, build_datasets
+    from megafp8.data.packed_dataset import packing_text
     from megafp8.data.tokenizers.build import build_tokenizer
 
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
@@ -77,7 +78,9 @@ def build(config: RunConfig, world_size: int) -> None:
     for split, dataset in built.items():
         num_shards = len({source.shard for source in dataset.sources})
         shards = f"{num_shards} shard{'s' if num_shards > 1 else ''}"
-        log(f"{split}: {len(dataset)} samples of {config.data.seq_length} tokens from {shards}")
+        packing = packing_text(dataset)
+        samples = f"{len(dataset)} samples of {config.data.seq_length} tokens from {shards}"
+        log(f"{split}: {samples}{packing and f'; {packing}'}")
     for folder in {dataset.config.cache.folder for dataset in built.values()}:
         log(f"the indices in {folder} are complete")
 

@@ -3,7 +3,8 @@
 A dataset maps a sample index to tokens. Documents are shuffled by the seed, concatenated, and cut into pieces of
 `seq_length + 1` tokens that overlap by one; the pieces are shuffled (see `gpt_dataset`). In addition to megatron-core,
 shards are checked before use, a split that is too small for one sample is an error (megatron-core loops forever over an
-empty one), and indices are cached under a hash of everything that decides them.
+empty one), and indices are cached under a hash of everything that decides them. With `--packing best-fit` sequences
+have whole documents instead (see `packed_dataset`).
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ from megafp8.config import derived
 from megafp8.config.data_blend import Blend, parse_blend
 from megafp8.config.data_phases import parse_phases
 from megafp8.config.schema import DataConfig, RunConfig
+from megafp8.config.schema.io import BEST_FIT
 from megafp8.data.gpt_dataset import EpochsBlend, EpochsConfig, EpochsDataset, MockEpochsDataset
 from megafp8.data.index_cache import IndexCache
+from megafp8.data.packed_dataset import MockPackedDataset, PackedDataset
 from megafp8.data.phases import concatenate_phases
 from megafp8.data.shard_verification import check_shard, content_key
 from megafp8.data.shards import num_token_bytes
@@ -223,7 +226,10 @@ def _build(
     Args:
         is_checked: compare the hashes of cached indices.
     """
-    kind = MockEpochsDataset if config.data.mock_data else EpochsDataset
+    kinds = (
+        (PackedDataset, MockPackedDataset) if config.data.packing == BEST_FIT else (EpochsDataset, MockEpochsDataset)
+    )
+    kind: type[EpochsDataset] = kinds[config.data.mock_data]
     folder = None if config.data.mock_data else _cache_folder(config, list(shards))
     cache = IndexCache(folder, lambda label: on_progress(f"building the index of {label}"), is_checked)
     datasets_config = _datasets_config(config, tokenizer, shards, cache)

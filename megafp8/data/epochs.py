@@ -7,6 +7,7 @@ import math
 from megafp8.config import derived, iterations
 from megafp8.config.data_blend import parse_blend
 from megafp8.config.schema import RunConfig
+from megafp8.config.schema.io import BEST_FIT
 from megafp8.config.settings import with_values
 from megafp8.errors import ConfigError, DataError
 
@@ -46,14 +47,15 @@ def with_epochs(
 
 
 def samples_of_epoch(config: RunConfig) -> int:
-    """Training sequences that the tokens of the shards fill once.
+    """Training sequences that the documents of the shards fill once.
 
     Raises:
         ConfigError: what is no list of shards.
         DataError: a shard cannot be read.
         ValueError: the split or the list of shards cannot be parsed.
     """
-    from megafp8.data.shards import read_index  # numpy must come after torch, see manifest_tokenizer.py
+    from megafp8.data.packing import pack_lengths  # numpy must come after torch, see manifest_tokenizer.py
+    from megafp8.data.shards import read_index
 
     data, split = config.data, derived.split(config)
     words = data.train_data_path or data.data_path
@@ -65,5 +67,10 @@ def samples_of_epoch(config: RunConfig) -> int:
     if data.seq_length is None:
         raise ConfigError("--seq-length is missing")
     shares = (1.0,) if split is None else derived.split_shares(split)
+    if data.packing == BEST_FIT:
+        fraction = shares[0] / sum(shares)
+        lengths = [read_index(prefix).sequence_lengths for prefix in blend.prefixes]
+        packings = [pack_lengths(each[: round(fraction * len(each))], data.seq_length) for each in lengths]
+        return max(1, sum(each.num_sequences for each in packings))
     tokens = sum(read_index(prefix).num_tokens for prefix in blend.prefixes)
     return max(1, int(tokens * shares[0] / sum(shares)) // data.seq_length)

@@ -28,7 +28,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, ClassVar, NamedTuple, Optional
 
 import numpy as np
 import torch
@@ -83,6 +83,9 @@ class ShardSource:
 class EpochsDataset(GPTDataset):
     """A part of one shard, of at least `num_samples` samples; None is one epoch."""
 
+    order: ClassVar[str] = "epochs of documents"
+    """In the key of the cached indices."""
+
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> GuardedIndexedDataset:
         """Open a shard; called by megatron-core."""
@@ -127,7 +130,7 @@ class EpochsDataset(GPTDataset):
         num_epochs = self._get_num_epochs(tokens)
         (source,) = self.sources
         content = {
-            "kind": "epochs of documents",
+            "kind": self.order,
             "shard": source.content,
             "documents": source.documents,
             "sequence_length": self.config.sequence_length,
@@ -140,10 +143,7 @@ class EpochsDataset(GPTDataset):
 
     def _build_epochs(self, num_epochs: int, tokens_per_epoch: int) -> Arrays:
         """Build the documents of every epoch, the starts of the samples (position in them, offset), and their order."""
-        seed = self.config.random_seed
-        # megatron-core's generator for the first epoch. numpy guarantees that the streams of RandomState do not change.
-        seeds = [numpy_seed(seed, epoch) if epoch else numpy_seed(seed) for epoch in range(num_epochs)]
-        generators = [np.random.RandomState(each) for each in seeds]
+        generators = self._generators(num_epochs)
         documents = np.tile(self.indices, num_epochs).reshape(num_epochs, -1)
         for generator, epoch in zip(generators, documents, strict=True):
             generator.shuffle(epoch)
@@ -159,13 +159,27 @@ class EpochsDataset(GPTDataset):
             generator.shuffle(shuffled[start:end])
         return {"document_index": documents.reshape(-1), "sample_index": samples, "shuffle_index": shuffled}
 
+    def _generators(self, num_epochs: int) -> list[np.random.RandomState]:
+        """The generator of each epoch."""
+        seed = self.config.random_seed
+        # megatron-core's generator for the first epoch. numpy guarantees that the streams of RandomState do not change.
+        seeds = [numpy_seed(seed, epoch) if epoch else numpy_seed(seed) for epoch in range(num_epochs)]
+        return [np.random.RandomState(each) for each in seeds]
+
     def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[Any, ...]:
         """Return the tokens of a sample, with the ids checked, and its documents; called by megatron-core.
 
-        With an invalid id, the embedding would read out of bounds, or raise without saying where the id comes from.
         megatron-core 0.19 also returns the lengths of the documents.
         """
         tokens, documents, *lengths = super()._query_document_sample_shuffle_indices(idx)
+        self._check_ids(tokens, documents, idx)
+        return tokens, documents, *lengths
+
+    def _check_ids(self, tokens: np.ndarray, documents: np.ndarray, idx: int) -> None:
+        """Check the ids of a sample.
+
+        With an invalid one, the embedding would read out of bounds, or raise without saying where the id comes from.
+        """
         vocab_size = self.config.tokenizer.vocab_size
         if tokens.max() >= vocab_size or tokens.min() < 0:
             index = int(np.flatnonzero((tokens >= vocab_size) | (tokens < 0))[0])
@@ -174,7 +188,6 @@ class EpochsDataset(GPTDataset):
                 f"{tokens[index]}, but the vocabulary size is {vocab_size}. Use the tokenizer that the shard was "
                 "created with, or create or copy the shard again."
             )
-        return tokens, documents, *lengths
 
 
 class MockEpochsDataset(EpochsDataset, MockGPTDataset):

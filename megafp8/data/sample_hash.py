@@ -3,7 +3,7 @@
 The hash of the first n samples covers what identifies each of them: the content of its shard, and the document and
 offset at which it starts. It is a chain over blocks of samples,
 
-    chain(0)     = SHA-256(sequence length, keys of the contents of the first phase's shards)
+    chain(0)     = SHA-256(sequence length, packing unless `cut`, keys of the contents of the first phase's shards)
     chain(b + 1) = SHA-256(chain(b), ids of the samples of block b)
     hash(n)      = SHA-256(chain(n // BLOCK_SAMPLES), ids of the samples after the last complete block)
 
@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from megafp8.config.schema.io import CUT
 from megafp8.data.gpt_dataset import ShardSource
 
 BLOCK_SAMPLES = 1 << 10
@@ -52,7 +53,8 @@ class SampleHash:
         sha256: `SampleHashChain.hash` of them.
         seq_length: tokens per sample.
         seed: seed of the order.
-        sources: the shards. With `seq_length` and `seed` they explain why hashes differ.
+        sources: the shards. With `seq_length`, `seed` and `packing` they explain why hashes differ.
+        packing: of documents in the samples.
     """
 
     num_samples: int
@@ -60,10 +62,16 @@ class SampleHash:
     seq_length: int
     seed: int
     sources: tuple[ShardSource, ...]
+    packing: str = CUT
 
     def plain(self) -> dict[str, Any]:
-        """Return plain values, which `from_plain` takes. Without phases they are those of versions without phases."""
+        """Return plain values, which `from_plain` takes.
+
+        Without phases and packing they are those of versions without them.
+        """
         values = asdict(self)
+        if self.packing == CUT:
+            del values["packing"]
         for source in values["sources"]:
             if not source["first_sample"]:
                 del source["first_sample"]
@@ -84,6 +92,8 @@ class SampleHash:
             lines.append(f"--seq-length: {self.seq_length} -> {other.seq_length}")
         if self.seed != other.seed:
             lines.append(f"--seed: {self.seed} -> {other.seed}")
+        if self.packing != other.packing:
+            lines.append(f"--packing: {self.packing} -> {other.packing}")
         if len(self.sources) != len(other.sources):
             names = (" ".join(map(_name, each.sources)) for each in (self, other))
             return [*lines, f"shards: {' -> '.join(names)}"]
@@ -112,12 +122,14 @@ class SampleHashChain:
         dataset: dataset in the order in which the run reads it.
         seq_length: tokens per sample.
         seed: seed of the order.
+        packing: of documents in the samples.
     """
 
-    def __init__(self, dataset: IdentifiableDataset, seq_length: int, seed: int):
-        self._dataset, self._seq_length, self._seed = dataset, seq_length, seed
+    def __init__(self, dataset: IdentifiableDataset, seq_length: int, seed: int, packing: str = CUT):
+        self._dataset, self._seq_length, self._seed, self._packing = dataset, seq_length, seed, packing
         first_phase = [source.content for source in dataset.sources if not source.first_sample]
-        start = json.dumps([seq_length, *first_phase])
+        # A sample's id names only its first document, so the hash of no sample may be that of another packing.
+        start = json.dumps([seq_length, *([] if packing == CUT else [packing]), *first_phase])
         self._start = hashlib.sha256(start.encode()).digest()
         self._num_blocks, self._digest = 0, self._start
 
@@ -143,7 +155,7 @@ class SampleHashChain:
         """Return what a checkpoint keeps after so many samples."""
         read = (source for source in self._dataset.sources if source.first_sample < max(1, num_samples))
         sources = tuple(read)
-        return SampleHash(num_samples, self.hash(num_samples), self._seq_length, self._seed, sources)
+        return SampleHash(num_samples, self.hash(num_samples), self._seq_length, self._seed, sources, self._packing)
 
     def _ids(self, start: int, stop: int) -> np.ndarray:
         return np.ascontiguousarray(self._dataset.sample_ids(np.arange(start, stop)), dtype="<i8")

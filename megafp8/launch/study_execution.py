@@ -25,7 +25,7 @@ from megafp8.launch import slurm
 from megafp8.launch.job import Job, build_job, check_job
 from megafp8.launch.process_pool import OUTPUT_FILE, PooledRun, ProcessPool, RunOutcome, training_command
 from megafp8.launch.study import Study, StudyRun, labels_text
-from megafp8.planning.planned_run import PlannedRun
+from megafp8.planning.planned_run import PlannedRun, documents_of
 from megafp8.planning.step_time import step_time
 from megafp8.resilience.run_state import RunState, current_state, last_recorded_step
 from megafp8.resources.automatic import with_choices
@@ -297,7 +297,10 @@ def predicted_seconds(run: StudyRun, finished: Sequence[StudyProgress], gpu: Opt
         return None
     if gpu is not None:
         config = with_choices(run.config, gpu, run.world_size)
-        planned = PlannedRun(config=config, gpu=gpu, world_size=run.world_size, padded_vocab=run.padded_vocab)
+        planned = PlannedRun(
+            config=config, gpu=gpu, world_size=run.world_size, padded_vocab=run.padded_vocab,
+            document_length=documents_of(config, run.world_size).length,
+        )  # fmt: skip
         # Of a batch schedule the planner predicts the last size: a smaller step takes its share of that time.
         num_steps = iterations.trained_samples(run.config, run.world_size) / iterations.global_batch_size(
             run.config, run.world_size

@@ -209,8 +209,7 @@ def recompute_s(run: PlannedRun, forward: LayerTime, num_layers: int, experts_s:
 
 def attention_s(run: PlannedRun) -> float:
     """Mean seconds of a layer's attention, forward and backward; of the causal half, or the sliding window."""
-    model, calibration, seq = run.config.model, run.calibration, run.config.data.seq_length
-    assert seq is not None
+    model, calibration, seq = run.config.model, run.calibration, run.attended_tokens
     is_latent = latent_attention.is_latent(model)
     num_channels = latent_attention.mean_channels(model) if is_latent else dimensions.query_projection_size(model)
     channels = num_channels / run.tensor

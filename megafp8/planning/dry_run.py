@@ -23,6 +23,7 @@ from megafp8.config.expert_layers import is_mixture
 from megafp8.config.layer_backends import EMULATED, LayerBackend
 from megafp8.config.rules.paths import checkpoints_to_load_are_there
 from megafp8.config.schema import RunConfig
+from megafp8.config.schema.io import BEST_FIT
 from megafp8.config.settings import all_settings, value_of, with_values
 from megafp8.config.stages import stage_layers
 from megafp8.config.topology import layout_of
@@ -34,7 +35,7 @@ from megafp8.planning.fit import MemoryVerdict, fp8_warnings, memory_verdict
 from megafp8.planning.host_memory import checkpoint_memory, host_memory_text
 from megafp8.planning.mixture_time import exchanged_bytes
 from megafp8.planning.muon_cost import muon_lines
-from megafp8.planning.planned_run import PlannedRun
+from megafp8.planning.planned_run import PlannedRun, attention_lines, documents_of
 from megafp8.planning.step_time import step_time
 from megafp8.resources import micro_batch
 from megafp8.resources.automatic import Choice
@@ -46,6 +47,7 @@ from megafp8.utils.formatting import duration_text
 from megafp8.utils.object_store import url_of
 
 if TYPE_CHECKING:
+    from megafp8.data.document_lengths import DocumentEstimate
     from megafp8.training.checks import ValidatedRun
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -142,6 +144,7 @@ def describe_run(validated: ValidatedRun) -> DryRun:
     else:
         verdict = find_verdict(config, target, implementation, vocab_size, world_size)
     fits = verdict is None or verdict.fits
+    documents = documents_of(config, world_size)
     checkpoints, saved = checkpoint_text(config, validated, vocab_size)
     details = "" if is_verbose else "; --verbose prints all settings, ranks and GEMMs"
     sections = [
@@ -151,18 +154,18 @@ def describe_run(validated: ValidatedRun) -> DryRun:
         model_text(config),
         layout_text(config, target, implementation, world_size),
         *automatic,
-        size_text(config, vocab_size, world_size),
+        size_text(config, vocab_size, world_size, documents),
         *mixture_text(config, world_size),
         *muon_lines(config, world_size),
         memory_text(config, vocab_size, world_size, implementation, target, saved),
-        speed_text(config, target, implementation, vocab_size, world_size) if fits else NO_SPEED,
-        data_text(config),
+        speed_text(config, target, implementation, vocab_size, world_size, documents.length) if fits else NO_SPEED,
+        data_text(config, documents),
         *phases_text(config, world_size),
         checkpoints,
         precision_text(config, implementation),
         *([chosen_text(choices)] if choices else []),
         *warning_lines(validated),
-        *warning_text(config, target, implementation, vocab_size, world_size),
+        *warning_text(config, target, implementation, vocab_size, world_size, documents.length),
     ]
     return DryRun(("\n\n" if is_verbose else "\n").join(sections), fits)
 
@@ -248,12 +251,12 @@ def layout_text(config: RunConfig, target: Target, implementation: LayerBackend,
     return section(head, lines)
 
 
-def size_text(config: RunConfig, vocab_size: int, world_size: int) -> str:
+def size_text(config: RunConfig, vocab_size: int, world_size: int, documents: DocumentEstimate) -> str:
     """Numbers of parameters, tokens and FLOPs."""
     count = model_shapes.count_parameters(config.model, vocab_size)
     assert config.data.seq_length is not None
     tokens = iterations.tokens_per_step(config, world_size)
-    flops = model_shapes.flops_per_token(config.model, vocab_size, config.data.seq_length)
+    flops = model_shapes.flops_per_token(config.model, vocab_size, documents.length or config.data.seq_length)
     steps, samples = iterations.train_iters(config, world_size), iterations.trained_samples(config, world_size)
     lines = (
         f"{count.total:,} parameters ({vocab_size:,} rows of embedding)"
@@ -264,6 +267,7 @@ def size_text(config: RunConfig, vocab_size: int, world_size: int) -> str:
         *batch_schedule_lines(config, world_size),
         f"{steps:,} steps = {samples * config.data.seq_length:,} tokens; {flops / 1e9:,.3f} GFLOP a token, "
         f"{flops * tokens / 1e12:,.3f} TFLOP a step",
+        *attention_lines(config, documents),
     )
     return section("size", lines)
 
@@ -341,8 +345,9 @@ def memory_text(
 
 
 def speed_text(
-    config: RunConfig, target: Target, implementation: LayerBackend, vocab_size: int, world_size: int
-) -> str:
+    config: RunConfig, target: Target, implementation: LayerBackend, vocab_size: int, world_size: int,
+    document_length: Optional[float],
+) -> str:  # fmt: skip
     """The planner's prediction of the step time, or why there is none."""
     gpu, precision = find_gpu(target.name), config.precision
     problem = (
@@ -355,7 +360,9 @@ def speed_text(
     )  # fmt: skip
     if gpu is None or problem is not None:
         return f"speed: not predicted ({problem})"
-    step = step_time(PlannedRun(config=config, gpu=gpu, world_size=world_size, padded_vocab=vocab_size))
+    step = step_time(PlannedRun(
+        config=config, gpu=gpu, world_size=world_size, padded_vocab=vocab_size, document_length=document_length
+    ))  # fmt: skip
     num_steps = iterations.trained_samples(config, world_size) / iterations.global_batch_size(config, world_size)
     return (
         f"speed, predicted: {step.seconds:.3f} s a step, {step.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, MFU "
@@ -363,8 +370,8 @@ def speed_text(
     )
 
 
-def data_text(config: RunConfig) -> str:
-    """Shards or made-up tokens, tokenizer and validation."""
+def data_text(config: RunConfig, documents: DocumentEstimate) -> str:
+    """Shards or made-up tokens, packing, tokenizer and validation."""
     data, training = config.data, config.training
     if data.mock_data:
         sources = ["made-up tokens (--mock-data)"]
@@ -381,7 +388,10 @@ def data_text(config: RunConfig) -> str:
         f"validation on {training.eval_iters} global batches {size}{interval}at the end" if training.eval_iters
         else "no validation (--eval-iters 0)"
     )  # fmt: skip
-    return section(f"data: {', '.join(sources)}", (f"tokenizer {tokenizer}", validation))
+    fraction = documents.padding_fraction
+    padding = f"not known ({documents.problem})" if fraction is None else f"about {fraction:.3%} of tokens"
+    packing = [f"packing {BEST_FIT}, padding: {padding}"] if data.packing == BEST_FIT else []
+    return section(f"data: {', '.join(sources)}", (f"tokenizer {tokenizer}", *packing, validation))
 
 
 def phases_text(config: RunConfig, world_size: int) -> list[str]:
@@ -450,13 +460,16 @@ def warning_lines(validated: ValidatedRun) -> list[str]:
 
 
 def warning_text(
-    config: RunConfig, target: Target, implementation: LayerBackend, vocab_size: int, world_size: int
-) -> list[str]:
+    config: RunConfig, target: Target, implementation: LayerBackend, vocab_size: int, world_size: int,
+    document_length: Optional[float] = None,
+) -> list[str]:  # fmt: skip
     """A warning if the run will not be faster than BF16; for a GPU that the planner knows."""
     gpu, precision = find_gpu(target.name), config.precision
     if gpu is None or not implementation.has_step_time_model:
         return []
-    run = PlannedRun(config=config, gpu=gpu, world_size=world_size, padded_vocab=vocab_size)
+    run = PlannedRun(
+        config=config, gpu=gpu, world_size=world_size, padded_vocab=vocab_size, document_length=document_length
+    )
     is_planned = (
         not (is_mixture(config.model) and precision.precision_map)
         and precision_map.is_quantized(precision)

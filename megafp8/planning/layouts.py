@@ -180,12 +180,14 @@ def find_layouts(
     padded_vocab: Callable[[RunConfig], int],
     given: Collection[str] = (),
     calibration: Calibration = CALIBRATION,
+    document_length: Optional[float] = None,
 ) -> LayoutSearch:
     """Find all legal layouts that fit, sorted by predicted speed.
 
     Args:
         padded_vocab: vocabulary size after padding, which depends on the tensor-parallel size of a configuration.
         given: settings that are fixed to their value in `config`, for example `parallel.tensor_model_parallel_size`.
+        document_length: see `PlannedRun`.
     """
     layouts, sizes, illegal = [], [], []
     for candidate in candidates(config, gpu, world_size, given):
@@ -194,8 +196,9 @@ def find_layouts(
             illegal.append((candidate, problems))
             continue
         run = PlannedRun(
-            config=chosen, gpu=gpu, world_size=world_size, padded_vocab=padded_vocab(chosen), calibration=calibration
-        )
+            config=chosen, gpu=gpu, world_size=world_size, padded_vocab=padded_vocab(chosen), calibration=calibration,
+            document_length=document_length,
+        )  # fmt: skip
         estimates = estimate_stages(chosen, world_size, run.padded_vocab)
         memory = max(estimates, key=lambda estimate: estimate.total_bytes)
         graph_bytes, other_bytes = cuda_graph_memory_bytes(chosen, memory), non_torch_bytes(chosen, world_size)

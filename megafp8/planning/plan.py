@@ -19,6 +19,7 @@ from megafp8.errors import ConfigError
 from megafp8.planning import layouts
 from megafp8.planning.layouts import CONTEXT, MICRO, PIPELINE, TENSOR, LayoutSearch, PlannedLayout
 from megafp8.planning.mixture_time import expert_warnings
+from megafp8.planning.planned_run import attention_lines, documents_of
 from megafp8.planning.step_time import StepTime
 from megafp8.recipes import registry
 from megafp8.resources.micro_batch import is_auto
@@ -167,11 +168,12 @@ def make_plan(parsed: ParsedArgs, gpu: Gpu, world_size: int, scaling_counts: Seq
         return dimensions.padded_vocab_size(candidate, vocabulary_size(candidate) or 0)
 
     given = parsed.given - {MICRO} if is_auto(config) else parsed.given
+    documents = documents_of(config, world_size)
 
     def search(num_gpus: int) -> LayoutSearch:
         # A default global batch size depends on the number of GPUs, which it must be divisible by.
         config = with_values(parsed.config, assumptions(parsed, num_gpus))
-        return layouts.find_layouts(config, gpu, num_gpus, padded_vocab, given)
+        return layouts.find_layouts(config, gpu, num_gpus, padded_vocab, given, document_length=documents.length)
 
     requested = search(world_size)
     if not requested.num_legal:
@@ -183,6 +185,7 @@ def make_plan(parsed: ParsedArgs, gpu: Gpu, world_size: int, scaling_counts: Seq
     # The search for a mixture takes several times as long: it has expert-parallel sizes as well.
     nearby = {} if is_mixture(config.model) else {count: search(count) for count in nearby_counts(world_size)}
     warnings = [*gpu_count_warnings(requested, nearby), *ranking_warnings(config, gpu, requested)]
+    warnings += attention_lines(config, documents)
     if requested.layouts:
         warnings += expert_warnings(requested.layouts[0].run)
     return Plan(gpu=gpu, search=requested, scaling=scaling, assumed=assumed, warnings=warnings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Optional
 
 from megafp8.config import derived, model_shapes, stages, topology
 from megafp8.config.latent_attention import DOWN_PROJECTIONS
@@ -10,6 +11,9 @@ from megafp8.config.precision_map import MLP_LINEARS, OUTPUT_LAYER
 from megafp8.config.schema import RunConfig
 from megafp8.device.gpus import Gpu
 from megafp8.resources.recipe_shares import BF16
+
+if TYPE_CHECKING:
+    from megafp8.data.document_lengths import DocumentEstimate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +75,7 @@ class PlannedRun:
         config: a configuration that violates no rule.
         world_size: number of GPUs.
         padded_vocab: vocabulary size after padding.
+        document_length: tokens of a token's document, on average over tokens, where attention stops at its borders.
     """
 
     config: RunConfig
@@ -78,6 +83,7 @@ class PlannedRun:
     world_size: int
     padded_vocab: int
     calibration: Calibration = CALIBRATION
+    document_length: Optional[float] = None
 
     @property
     def tensor(self) -> int:
@@ -110,6 +116,12 @@ class PlannedRun:
         return derived.quantization_recipe(self.config.precision) or BF16
 
     @property
+    def attended_tokens(self) -> float:
+        """Tokens of which attention computes the causal half: of the sequence, or of a mean document."""
+        assert self.config.data.seq_length is not None
+        return self.config.data.seq_length if self.document_length is None else self.document_length
+
+    @property
     def hidden_size(self) -> int:
         assert self.config.model.hidden_size is not None
         return self.config.model.hidden_size
@@ -129,6 +141,28 @@ class PlannedRun:
     def memory_s(self, num_bytes: float) -> float:
         """Seconds of reading or writing `num_bytes` of device memory."""
         return num_bytes / (self.gpu.hbm_bytes_per_s * self.calibration.memory_fraction)
+
+
+def documents_of(config: RunConfig, world_size: int) -> DocumentEstimate:
+    """The lengths of the documents of a run, and its padding."""
+    from megafp8.data.document_lengths import estimate_documents  # numpy must come after torch
+
+    return estimate_documents(config, world_size)
+
+
+def attention_lines(config: RunConfig, documents: DocumentEstimate) -> list[str]:
+    """A line about the tokens of which attention is counted, if it stops at the borders of documents."""
+    if not config.data.reset_attention_mask:
+        return []
+    if documents.length is None:
+        return [
+            "--reset-attention-mask: attention is counted over whole sequences, since the lengths of documents are not "
+            f"known ({documents.problem})"
+        ]
+    return [
+        f"attention is counted within documents, of {documents.length:,.0f} of {config.data.seq_length:,} tokens on "
+        "average over tokens"
+    ]
 
 
 @dataclass(frozen=True)

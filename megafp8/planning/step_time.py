@@ -164,12 +164,11 @@ def step_time(run: PlannedRun) -> StepTime:
     parts["data parallel"] = exposed_data_parallel_s(run, times[slowest], slowest)
     parts["optimizer"] = optimizer_s(run, slowest)
     parts["casts"] += weight_casts_s(run, slowest)
-    assert run.config.data.seq_length is not None
     return StepTime(
         parts={name: seconds for name, seconds in parts.items() if seconds > 0},
         tokens=iterations.tokens_per_step(run.config, run.world_size),
         num_gpus=run.world_size,
-        flops_per_token=model_shapes.flops_per_token(run.config.model, run.padded_vocab, run.config.data.seq_length),
+        flops_per_token=model_shapes.flops_per_token(run.config.model, run.padded_vocab, run.attended_tokens),
         peak_flops=run.gpu.peak.flops[peak_dtype(run.recipe)],
     )
 

@@ -17,6 +17,7 @@ from megafp8 import __version__
 from megafp8.checkpoint.progress import Progress
 from megafp8.config import iterations, settings
 from megafp8.config.schema import RunConfig
+from megafp8.data.packed_dataset import packing_text
 from megafp8.device.collective_errors import call_on_all_ranks, call_on_rank_0
 from megafp8.device.platform import Platform, detect_platform, init_distributed, rank, shutdown_distributed, world_size
 from megafp8.errors import INTERNAL, CheckpointError, Megafp8Error, OutOfMemory, PeerLost, RunFolderInUse, causes
@@ -156,6 +157,7 @@ def train(run: Run, details: Optional[dict[str, str]] = None) -> Progress:
     with open_sinks(run, total_steps, run.end_sample(progress)) as sinks:
         sinks.write(run_record(run, progress.step or None))
         events = [("checkpoint", note) for note in notes]
+        events += [("packing", text) for text in [packing_text(run.datasets[0])] if text]
         for name, detail in [*events, *((details or {}) | describe_update(run)).items()]:
             sinks.write(EventRecord(step=progress.step, name=name, detail=detail))
         if not run.config.training.skip_train:

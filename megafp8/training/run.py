@@ -157,8 +157,10 @@ class Run:
     @cached_property
     def sample_chain(self) -> Optional[SampleHashChain]:
         """The hash of the training samples, the same on all ranks; None without training data."""
-        dataset = self.datasets[0]
-        return None if dataset is None else SampleHashChain(dataset, self.seq_length, self.config.training.seed)
+        dataset, config = self.datasets[0], self.config
+        if dataset is None:
+            return None
+        return SampleHashChain(dataset, self.seq_length, config.training.seed, config.data.packing)
 
 
 def run_folder(config: RunConfig) -> Optional[Path]:

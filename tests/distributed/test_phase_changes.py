@@ -93,6 +93,17 @@ def test_a_run_that_is_resumed_in_the_change_equals_the_unbroken_one(
     assert load_run(folder).data_phases == {"anneal": 2 * 8 * 32}
 
 
+def test_a_resumed_run_on_packed_documents_equals_the_unbroken_one(shards: Path, tmp_path: Path) -> None:
+    words = "--packing best-fit --reset-attention-mask"
+    whole = start(shards, tmp_path / "whole", words)
+    start(shards, tmp_path / "parts", f"{words} --exit-interval 3")
+    assert start(shards, tmp_path / "parts", words) == whole
+    assert numbers(tmp_path / "parts") == numbers(tmp_path / "whole")
+    evals = ([each.loss for each in load_run(tmp_path / name).evals] for name in ("whole", "parts"))
+    assert next(evals) == next(evals)
+    assert all(each.document_squares for each in load_run(tmp_path / "parts").steps)
+
+
 def test_the_change_is_recorded_and_two_ranks_read_the_same_samples(
     shards: Path, unbroken: tuple[Path, str], tmp_path: Path
 ) -> None:

@@ -80,6 +80,20 @@ def test_resume_in_other_layouts_reads_the_samples_of_the_unbroken_run(tmp_path:
     assert not any("order" in note or "cannot be checked" in note for note in notes)
 
 
+def test_packed_sequences_are_read_in_the_order_of_the_unbroken_run(tmp_path: Path, shards: tuple[str, str]) -> None:
+    flags = "--packing best-fit --reset-attention-mask --eod-mask-loss"
+    blend = ("1", shards[0], "2", shards[1])
+    start(tmp_path / "unbroken", blend, 6, flags)
+    start(tmp_path / "parts", blend, 2, flags)
+    start(tmp_path / "parts", blend, 6, f"{flags} --num-workers 2", world_size=2)
+    assert mark(tmp_path / "unbroken", 6) == mark(tmp_path / "parts", 6)
+    squares = ([each.document_squares for each in load_run(tmp_path / name).steps] for name in ("unbroken", "parts"))
+    assert next(squares) == next(squares)
+    (detail,) = {event.detail for event in load_run(tmp_path / "parts").events if event.name == "packing"}
+    assert "sequences an epoch" in detail and "documents are longer than a sequence and cut" in detail
+    assert "--packing: best-fit -> cut" in refusal(tmp_path / "parts", blend, 8)
+
+
 def test_a_changed_sample_order_is_refused(tmp_path: Path, shards: tuple[str, str]) -> None:
     blend = ("1", shards[0], "2", shards[1])
     start(tmp_path / "run", blend, 2)

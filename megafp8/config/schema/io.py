@@ -16,6 +16,8 @@ from megafp8.config.schema.setting import (
 )
 from megafp8.recipes import registry
 
+CUT, BEST_FIT = "cut", "best-fit"
+
 # A table: default and help of each setting, then what else is known about it.
 # fmt: off
 
@@ -62,6 +64,11 @@ class DataConfig:
         None, "sequence length in tokens",
         flags=("--seq-length", "--encoder-seq-length"), range=AT_LEAST_1,
         role=Role.LEARNING | Role.SAMPLES | Role.CARRIED | Role.MEMORY, unit="tokens", audience=COMMON,
+    )
+    packing: str = setting(
+        CUT, "how documents fill sequences; cut: one after the other, cut where a sequence ends; best-fit: whole, with "
+        "padding without loss at the end, and only documents longer than a sequence are cut",
+        choices=(CUT, BEST_FIT), role=Role.LEARNING | Role.SAMPLES, megatron=OWN,
     )
     tokenizer_type: Optional[str] = setting(
         None, "tokenizer",

@@ -145,7 +145,7 @@ def test_quantize(tmp_path: Path) -> None:
 def test_data_loading(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     arguments = "--documents 2000 --tokens 400000 --rounds 1 --batches 3"
     result = result_of(data_loading.main, arguments, tmp_path)
-    assert [row[0].split()[0] for row in result["index"]] == ["check"] * 3
+    assert [row[0].split()[0] for row in result["index"]] == ["check"] * 5
     assert len(result["loader"]) == 8
     assert all(math.isfinite(number) for number in numbers(result))
     assert "the bar of 2M" in capfd.readouterr().out

@@ -8,8 +8,10 @@ import pytest
 from shard_files import write_shard
 
 from megafp8.config import flags
-from megafp8.config.schema import RunConfig
+from megafp8.config.schema import DataConfig, RunConfig
+from megafp8.data.datasets import build_datasets
 from megafp8.data.epochs import with_epochs
+from megafp8.data.tokenizers.build import build_tokenizer
 
 DOCUMENT = range(50)
 
@@ -29,6 +31,17 @@ def test_an_epoch_is_the_training_part_of_all_shards(tmp_path: Path) -> None:
     assert text == "--num-epochs 2: --train-iters 113 (an epoch is 450 samples = 56.2 steps)"
     config, _, _ = resolved(f"{common} --train-data-path {shards[0]}", 0.5, ranks=2)
     assert config.training.train_iters == 16  # 0.5 x 5,000 / 20 / 8 = 15.6
+
+
+def test_an_epoch_of_packed_documents_has_as_many_sequences_as_the_data_set(tmp_path: Path) -> None:
+    prefix = write_shard(tmp_path / "a", [range(length) for length in (50, 13, 21, 7, 9, 40, 20, 3, 18, 11)])
+    common = "--seq-length 20 --micro-batch-size 1 --global-batch-size 1 --packing best-fit --data-path"
+    for split in ("1", "50,50,0"):
+        config, (text,), problems = resolved(f"{common} {prefix} --split {split}", 1)
+        assert problems == []
+        tokenizer = build_tokenizer(DataConfig(tokenizer_type="NullTokenizer"), 50)
+        size = len(build_datasets(config, tokenizer, (1, 0, 0))[0])
+        assert config.training.train_iters == size and f"an epoch is {size} samples" in text
 
 
 @pytest.mark.parametrize(

@@ -6,20 +6,25 @@ import multiprocessing
 import pickle
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
+import torch
 from object_server import HOST, ObjectServer, object_server
 from shard_files import SUFFIXES, write_shard
 
 pytest.importorskip("megatron.core")
+from megafp8.config.schema import DataConfig, RunConfig
 from megafp8.data import object_tokens
+from megafp8.data.datasets import build_datasets
 from megafp8.data.gpt_dataset import GuardedIndexedDataset
 from megafp8.data.shard_verification import check_shard, content_key
 from megafp8.data.shards import bin_path, load_manifest
+from megafp8.data.tokenizers.build import build_tokenizer
 from megafp8.errors import DataError
 from megafp8.utils import object_store
 from megafp8.utils.object_store import ObjectFolder, RetryPolicy, cache_root, listed_folder
@@ -78,6 +83,18 @@ def test_the_tokens_are_those_of_the_local_shard(shard: tuple[str, str], server:
     assert read_all(dataset) == DOCUMENTS and len(server.requests) == seen
     assert read_all(pickle.loads(pickle.dumps(dataset))) == DOCUMENTS
     assert bin_path(url).stat().st_size == 0
+
+
+def test_packed_sequences_are_those_of_the_local_shard(shard: tuple[str, str], tmp_path: Path) -> None:
+    config = DataConfig(seq_length=64, packing="best-fit", split="1", data_cache_path=str(tmp_path / "indices"))
+    tokenizer = build_tokenizer(DataConfig(tokenizer_type="NullTokenizer"), 1000)
+    local, remote = (
+        build_datasets(RunConfig(data=replace(config, data_path=(prefix,))), tokenizer, (100, 0, 0))[0]
+        for prefix in shard
+    )
+    assert len(local) == len(remote) >= 100
+    for number in range(len(local)):
+        assert all(torch.equal(value, remote[number][key]) for key, value in local[number].items())
 
 
 def test_only_the_blocks_that_are_read_are_downloaded(shard: tuple[str, str], server: ObjectServer) -> None:
