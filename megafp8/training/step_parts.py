@@ -23,8 +23,9 @@ from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.mixture import PEER, is_mixture, token_dispatcher
 from megafp8.config.muon import is_layer_wise
 from megafp8.config.schema import RunConfig
+from megafp8.models.graph_room import GraphRoom
 from megafp8.models.grouped_moe import PeerMoELayer
-from megafp8.models.peer_exchange import LoadRoom
+from megafp8.models.peer_exchange import load_room
 from megafp8.models.router import ExpertBiasSnapshot
 from megafp8.optimizer.fp8_gradients import Fp8Reduction, next_factor
 from megafp8.optimizer.fp8_reduction import build_fp8_reduction
@@ -157,24 +158,25 @@ class ExpertBiases(StepPart):
         self.snapshot.restore()
 
 
-class ExpertRoom(StepPart):
-    """Has a step repeated whose CUDA graph had too few rows for the load of the experts.
+class RepeatedStep(StepPart):
+    """Has a step repeated whose CUDA graph had too little room.
 
     Attributes:
         counted: what the passes count for records, which the repeated ones count again.
     """
 
-    def __init__(self, room: LoadRoom):
-        self.room, self.counted = room, list[Tensor]()
+    def __init__(self, rooms: Sequence[GraphRoom]):
+        self.rooms, self.counted = rooms, list[Tensor]()
 
     def begin(self, progress: Progress) -> None:
-        self.room.overflows.zero_()
+        for room in self.rooms:
+            room.overflows.zero_()
 
     def counts(self, reports: Reports) -> Mapping[str, Tensor]:
-        return {"expert_overflows": self.room.overflows}
+        return {"graph_overflows": torch.cat([room.overflows for room in self.rooms]).sum()}
 
     def must_repeat(self, totals: StepTotals) -> bool:
-        is_short = totals.number("expert_overflows") > 0
+        is_short = totals.number("graph_overflows") > 0
         for counts in self.counted if is_short else ():
             counts.zero_()
         return is_short
@@ -346,22 +348,28 @@ def state_parts(
     Args:
         counts_loss: whether the loss of this rank counts.
     """
+    rooms = list(graph_rooms(config, state, device)) if derived.uses_cuda_graph(config) else []
     if derived.is_stateful(config.precision):
         snapshot = DelayedScalingSnapshot(state.chunks, implementation)
-        can_repeat = token_dispatcher(config) == PEER and derived.uses_cuda_graph(config)
-        yield AmaxHistories(snapshot, can_skip=config.training.max_skipped_steps > 0 or can_repeat)
+        yield AmaxHistories(snapshot, can_skip=config.training.max_skipped_steps > 0 or bool(rooms))
     if config.model.moe_router_enable_expert_bias:
         yield ExpertBiases(ExpertBiasSnapshot(state.chunks))
-    layers = (module for chunk in state.chunks for module in chunk.modules() if isinstance(module, PeerMoELayer))
-    if is_mixture(config.model) and token_dispatcher(config) == PEER:
-        # Also on a stage without experts: all ranks count the same.
-        yield ExpertRoom(next((layer.exchange.room for layer in layers), LoadRoom(device)))
+    if rooms:
+        yield RepeatedStep(rooms)
     if config.precision.grad_reduce_fp8_scaling == "tensor":
         yield GradientFactor()
     if depths := multi_token.num_depths(config.model):
         yield DepthLosses(depths, device, counts_loss)
     if config.data.reset_attention_mask:
         yield DocumentLengths(counts_loss)
+
+
+def graph_rooms(config: RunConfig, state: TrainingState, device: torch.device) -> Iterator[GraphRoom]:
+    """What the CUDA graphs of a run have limited room for."""
+    layers = (module for chunk in state.chunks for module in chunk.modules() if isinstance(module, PeerMoELayer))
+    if is_mixture(config.model) and token_dispatcher(config) == PEER:
+        # Also on a stage without experts: all ranks count the same.
+        yield next((layer.exchange.room for layer in layers), load_room(device))
 
 
 def reduction_parts(config: RunConfig, state: TrainingState, device: torch.device) -> Iterator[StepPart]:

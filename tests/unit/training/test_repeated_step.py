@@ -14,12 +14,13 @@ from small_run import Curve, SourceSamples, build_run, fingerprint, small_config
 from torch import Tensor
 
 from megafp8.checkpoint.progress import Progress
-from megafp8.models.peer_exchange import LoadRoom
+from megafp8.models.graph_room import GraphRoom
+from megafp8.models.peer_exchange import load_room
 from megafp8.training.cuda_graph import Batches, EagerPasses, StepHooks
 from megafp8.training.evaluation import build_batches
 from megafp8.training.run import Run
 from megafp8.training.step import train_step
-from megafp8.training.step_parts import ExpertRoom
+from megafp8.training.step_parts import RepeatedStep
 
 STEPS, REPEATED = 4, 2
 DELAYED = (
@@ -37,7 +38,7 @@ class ShortReplays(EagerPasses):
 
     has_graphs = True
 
-    def __init__(self, room: LoadRoom) -> None:
+    def __init__(self, room: GraphRoom) -> None:
         self.room, self.number, self.taken = room, 0, list[dict[str, Tensor]]()
 
     def run(self, forward_backward: Any, batches: Batches, num_microbatches: int, step_hooks: Any = ()) -> Any:
@@ -58,9 +59,10 @@ def trained(flags: str, is_short: bool) -> tuple[Curve, str]:
     counted, restarts = torch.ones(2), list[str]()
     hooks = StepHooks(nullcontext, restart=lambda: restarts.append("statistics"))
     if is_short:
-        room = ExpertRoom(LoadRoom(torch.device("cpu")))
-        room.counted.append(counted)
-        run = dataclasses.replace(run, parts=(*run.parts, room), graph=ShortReplays(room.room))
+        room = load_room(torch.device("cpu"))
+        part = RepeatedStep([room])
+        part.counted.append(counted)
+        run = dataclasses.replace(run, parts=(*run.parts, part), graph=ShortReplays(room))
     batch = run.global_batch_size
     batches = build_batches(run, SourceSamples(run.config.data.seq_length), 0, STEPS * batch, num_workers=0)
     progress = [Progress(step, step * batch) for step in range(STEPS)]
@@ -78,10 +80,10 @@ def test_a_repeated_step_leaves_no_trace(flags: str) -> None:
 
 
 def test_a_graph_has_more_rows_than_any_load_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    room = LoadRoom(torch.device("cpu"))
+    room = load_room(torch.device("cpu"))
     needed = torch.tensor([1000], dtype=torch.int32)
-    assert room.num_rows(needed, worst=5000) == 1024  # complete tiles
-    assert room.num_rows(torch.tensor([0], dtype=torch.int32), worst=5000) == 128
+    assert room.size(needed, worst=5000) == 1024  # complete tiles
+    assert room.size(torch.tensor([0], dtype=torch.int32), worst=5000) == 128
 
     class OnDevice:
         is_cuda = True
@@ -94,6 +96,6 @@ def test_a_graph_has_more_rows_than_any_load_before_it(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     for load, overflows in ((1200, 0), (1281, 1), (1280, 1)):
-        assert room.num_rows(OnDevice(load), worst=5000) == 1280  # type: ignore[arg-type]
+        assert room.size(OnDevice(load), worst=5000) == 1280  # type: ignore[arg-type]
         assert room.overflows.item() == overflows
-    assert room.num_rows(OnDevice(1), worst=640) == 640  # type: ignore[arg-type]
+    assert room.size(OnDevice(1), worst=640) == 640  # type: ignore[arg-type]
