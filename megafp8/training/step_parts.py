@@ -269,13 +269,13 @@ class DepthLosses(StepPart):
 class DocumentLengths(StepPart):
     """The length of a token's document, on average over the tokens of the step, if attention stops at its borders."""
 
-    def __init__(self, is_counted: bool):
+    def __init__(self, device: torch.device, is_counted: bool):
+        self.zero = torch.zeros(1, dtype=torch.float64, device=device)
         self.is_counted = is_counted  # other ranks have copies
 
     def counts(self, reports: Reports) -> Mapping[str, Tensor]:
         counted = reports if self.is_counted else ()
-        zero = torch.zeros(1, dtype=torch.float64)
-        return {"document_squares": sum((report["document_squares"] for report in counted), zero)}
+        return {"document_squares": sum((report["document_squares"] for report in counted), self.zero)}
 
     def metrics(self, progress: Progress, totals: StepTotals) -> Mapping[str, Any]:
         return {"document_squares": totals.number("document_squares")}
@@ -341,14 +341,26 @@ def build_gradient_check(config: RunConfig, training_state: TrainingState, devic
 
 
 def state_parts(
-    config: RunConfig, state: TrainingState, implementation: LayerBackend, device: torch.device, counts_loss: bool
+    config: RunConfig,
+    state: TrainingState,
+    implementation: LayerBackend,
+    device: torch.device,
+    counts_loss: bool,
+    documents_room: GraphRoom,
 ) -> Iterator[StepPart]:
     """The parts that restore state of the layers, and those of the losses.
 
     Args:
         counts_loss: whether the loss of this rank counts.
+        documents_room: that of the run.
     """
-    rooms = list(graph_rooms(config, state, device)) if derived.uses_cuda_graph(config) else []
+    rooms = list[GraphRoom]()
+    if derived.uses_cuda_graph(config) and is_mixture(config.model) and token_dispatcher(config) == PEER:
+        layers = (module for chunk in state.chunks for module in chunk.modules() if isinstance(module, PeerMoELayer))
+        # Also on a stage without experts: all ranks count the same.
+        rooms.append(next((layer.exchange.room for layer in layers), load_room(device)))
+    if derived.uses_cuda_graph(config) and config.data.reset_attention_mask:
+        rooms.append(documents_room)
     if derived.is_stateful(config.precision):
         snapshot = DelayedScalingSnapshot(state.chunks, implementation)
         yield AmaxHistories(snapshot, can_skip=config.training.max_skipped_steps > 0 or bool(rooms))
@@ -361,15 +373,7 @@ def state_parts(
     if depths := multi_token.num_depths(config.model):
         yield DepthLosses(depths, device, counts_loss)
     if config.data.reset_attention_mask:
-        yield DocumentLengths(counts_loss)
-
-
-def graph_rooms(config: RunConfig, state: TrainingState, device: torch.device) -> Iterator[GraphRoom]:
-    """What the CUDA graphs of a run have limited room for."""
-    layers = (module for chunk in state.chunks for module in chunk.modules() if isinstance(module, PeerMoELayer))
-    if is_mixture(config.model) and token_dispatcher(config) == PEER:
-        # Also on a stage without experts: all ranks count the same.
-        yield next((layer.exchange.room for layer in layers), load_room(device))
+        yield DocumentLengths(device, counts_loss)
 
 
 def reduction_parts(config: RunConfig, state: TrainingState, device: torch.device) -> Iterator[StepPart]:

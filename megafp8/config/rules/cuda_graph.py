@@ -109,12 +109,6 @@ def _host_problems(config: RunConfig) -> Checks:
         "use --use-distributed-optimizer or --use-torch-fsdp2, Adam, FP32 master weights, no loss scale and "
         "no tensor-parallel ranks beside expert-parallel ones",
     )
-    yield (
-        config.data.reset_attention_mask,
-        "--reset-attention-mask",
-        "the number of documents differs between batches, but shapes in a CUDA graph are fixed",
-        "remove it",
-    )
     for flag, given in (
         ("--rampup-batch-size", bool(training.rampup_batch_size)),
         ("--step-batch-size-schedule", bool(training.step_batch_size_schedule)),
@@ -218,7 +212,9 @@ def cuda_graph_has_warmup_steps(config: RunConfig, world_size: int) -> Iterator[
 
 def evaluation_graph_problems(config: RunConfig) -> Iterator[str]:
     """The flags with which the forward passes of an evaluation are no CUDA graph."""
-    flags = ("--pipeline-model-parallel-size VALUE", "--use-torch-fsdp2", "--num-experts VALUE")
+    flags = (
+        "--pipeline-model-parallel-size VALUE", "--use-torch-fsdp2", "--num-experts VALUE", "--reset-attention-mask"
+    )  # fmt: skip
     return iter(given_flags(config, flags).values())
 
 
@@ -228,6 +224,6 @@ def cuda_graph_of_evaluations_is_possible(config: RunConfig, world_size: int) ->
         return
     for flag in evaluation_graph_problems(config):
         yield (
-            f"--cuda-graph-evaluation with {flag}: such graphs have run only for one stage of dense layers, and "
-            "without FSDP2; remove the former"
+            f"--cuda-graph-evaluation with {flag}: such graphs have run only for one stage of dense layers, without "
+            "FSDP2 and without --reset-attention-mask; remove the former"
         )

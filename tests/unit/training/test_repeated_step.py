@@ -14,13 +14,14 @@ from small_run import Curve, SourceSamples, build_run, fingerprint, small_config
 from torch import Tensor
 
 from megafp8.checkpoint.progress import Progress
+from megafp8.config.settings import with_values
 from megafp8.models.graph_room import GraphRoom
 from megafp8.models.peer_exchange import load_room
 from megafp8.training.cuda_graph import Batches, EagerPasses, StepHooks
 from megafp8.training.evaluation import build_batches
 from megafp8.training.run import Run
 from megafp8.training.step import train_step
-from megafp8.training.step_parts import RepeatedStep
+from megafp8.training.step_parts import AmaxHistories, RepeatedStep, state_parts
 
 STEPS, REPEATED = 4, 2
 DELAYED = (
@@ -77,6 +78,22 @@ def trained(flags: str, is_short: bool) -> tuple[Curve, str]:
 @pytest.mark.parametrize("flags", [DELAYED, BIASED], ids=["delayed scaling", "biases of experts"])
 def test_a_repeated_step_leaves_no_trace(flags: str) -> None:
     assert run_ranks(1, trained, flags, True) == run_ranks(1, trained, flags, False)
+
+
+def test_graphs_with_documents_may_be_repeated() -> None:
+    def rooms(graph: str) -> list[bool]:
+        run = build_run(
+            small_config("llama", f"{DELAYED} --reset-attention-mask --eod-mask-loss --max-skipped-steps 0")
+        )
+        config = with_values(run.config, {"training.cuda_graph_impl": graph})
+        state, room = run.training_state, run.documents_room
+        parts = list(state_parts(config, state, run.implementation, torch.device("cpu"), True, room))
+        (histories,) = (part for part in parts if isinstance(part, AmaxHistories))
+        repeated = [part for part in parts if isinstance(part, RepeatedStep)]
+        return [histories.can_skip, *(part.rooms == [room] for part in repeated)]
+
+    assert run_ranks(1, rooms, "local") == [[True, True]]
+    assert run_ranks(1, rooms, "none") == [[False]]
 
 
 def test_a_graph_has_more_rows_than_any_load_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
