@@ -46,6 +46,7 @@ def _settings_without_default_graph(config: RunConfig) -> Iterator[tuple[str, st
         (is_interleaved(config), "virtual pipeline stages", "their graph has been tested in BF16 on two GPUs only"),
         (context > 2, flag, untested),
         (context == 2 and messages != "p2p", f"{flag} with --cp-comm-type {messages}", untested),
+        (context == 2 and config.data.reset_attention_mask, f"{flag} with --reset-attention-mask", untested),
         (context == 2 and has_other_ranks, f"{flag} with tensor- or pipeline-parallel ranks", untested),
         (parallel.use_torch_fsdp2, "--use-torch-fsdp2", fsdp2),
     )
@@ -146,7 +147,7 @@ def _expert_problems(config: RunConfig) -> Checks:
 def _rank_problems(config: RunConfig) -> Checks:
     """Communication between ranks."""
     parallel, tensor = config.parallel, config.parallel.tensor_model_parallel_size
-    is_ring = parallel.context_parallel_size > 2 and "p2p" in parallel.cp_comm_type
+    is_ring = parallel.context_parallel_size > 2 and "p2p" in derived.cp_exchange(config)
     for are_separate, what, fix in (
         (is_interleaved(config), "virtual pipeline stages", "leave out the virtual stages"),
         (is_ring, f"--context-parallel-size {parallel.context_parallel_size}", "use --cp-comm-type allgather or a2a"),
