@@ -11,7 +11,7 @@ import torch
 from megatron.core.utils import unwrap_model
 from packed_kernel import packed_attention
 from ranks import run_ranks
-from small_run import FOUR_LAYERS, PLAIN, SourceSamples, build_run, small_config
+from small_run import FOUR_LAYERS, PLAIN, DocumentSamples, build_run, small_config
 from torch import Tensor
 
 from megafp8.checkpoint.progress import Progress
@@ -40,19 +40,6 @@ LAYOUTS = {
         "--context-parallel-size 2 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 2,
     ),
 }  # fmt: skip
-
-
-class DocumentSamples(SourceSamples):
-    """Samples of several documents, whose last tokens are not trained."""
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        sample = super().__getitem__(index)
-        lengths = LENGTHS[index % len(LENGTHS)]
-        sample["position_ids"] = torch.cat([torch.arange(length) for length in lengths])
-        sample["document_starts"] = sample["position_ids"] == 0
-        sample["loss_mask"] = torch.ones(LENGTH)
-        sample["loss_mask"][torch.tensor(lengths).cumsum(0) - 1] = 0
-        return sample
 
 
 def gradients(run: Run, batches: list[dict[str, Tensor]]) -> tuple[float, dict[str, Tensor]]:
@@ -90,7 +77,7 @@ MODELS = [("llama", ""), ("gpt2", ""), ("llama", WINDOWED), ("gpt2", WINDOWED), 
 def test_documents_train_as_each_alone(style: str, extra: str) -> None:
     def on_rank() -> Any:
         run = build_run(small_config(style, f"{PLAIN} {FOUR_LAYERS} {FLAGS} {extra}"))
-        samples = [DocumentSamples(LENGTH)[index] for index in range(len(LENGTHS))]
+        samples = [DocumentSamples(LENGTH, LENGTHS)[index] for index in range(len(LENGTHS))]
         together = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
         separate = [part for sample, lengths in zip(samples, LENGTHS, strict=True) for part in alone(sample, lengths)]
         whole = {key: value for key, value in together.items() if key != "document_starts"}
@@ -115,7 +102,7 @@ def losses(extra: str, world_size: int, comm_type: str = "") -> list[float]:
         style = "latent" if LATENT in extra else "llama"
         config = small_config(style, f"{FLAGS} --micro-batch-size 2 {extra}", world_size)
         run = build_run(config)
-        samples = DocumentSamples(LENGTH)
+        samples = DocumentSamples(LENGTH, LENGTHS)
         run = dataclasses.replace(run, datasets=(samples, samples, None))
         batches = build_batches(run, samples, 0, 3 * run.global_batch_size, num_workers=0)
         with packed_attention(comm_type) if comm_type else nullcontext():
@@ -186,7 +173,7 @@ def test_other_documents_change_no_bit(recipe: str, layout: str, comm_type: str)
         run = build_run(small_config("llama", f"{flags} --moe-ffn-hidden-size 64 {layout}", world_size))
         (chunk,) = run.training_state.chunks
         chunk.eval()
-        sample = DocumentSamples(LENGTH)[2]  # documents of 16, 9 and 7 tokens
+        sample = DocumentSamples(LENGTH, LENGTHS)[2]  # documents of 16, 9 and 7 tokens
         found = []
         for change in (0, 7):
             tokens = sample["tokens"].clone()
