@@ -232,7 +232,7 @@ def context_parallel_attention_problems(config: RunConfig) -> list[str]:
     """Attention that there is with only some kinds of context-parallel communication."""
     parallel, model = config.parallel, config.model
     softmax, is_special = f"--softmax-type {model.softmax_type}", model.softmax_type != "vanilla"
-    options = (
+    options: tuple[tuple[str, bool, tuple[str, ...]], ...] = (
         ("--window-size", model.window_size is not None, ("a2a", "allgather")),
         (softmax, is_special, ("a2a",)),
     )

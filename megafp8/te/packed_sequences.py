@@ -59,7 +59,7 @@ def attend_packed(attend: Kernel, query: Tensor, key: Tensor, value: Tensor, end
     """
     length, batch_size = query.shape[:2]
     borders = Borders(ends, length)  # not the longest document, so that kernels are planned once
-    output = attend(*(packed(x) for x in (query, key, value)), borders, borders)
+    output = attend(packed(query), packed(key), packed(value), borders, borders)
     return output.view(batch_size, length, -1).transpose(0, 1).contiguous()
 
 
