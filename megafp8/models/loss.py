@@ -21,8 +21,7 @@ from megafp8.mcore.process_groups import split_over_context
 from megafp8.models.graph_room import GraphRoom
 from megafp8.resilience import fault_injection
 
-DOCUMENT_ROOM = 2.0  # the longest microbatch of a few steps says little about later ones
-MIN_DOCUMENTS = 16
+DOCUMENT_ROOM = 2.0  # the most documents of a few steps say little about later ones
 
 LossOutput = tuple[Tensor, Tensor, dict[str, Tensor]]
 
@@ -54,7 +53,7 @@ def multi_token_loss(depth_sums: Tensor, loss_mask: Tensor, losses: Tensor) -> L
 
 def document_room(device: torch.device) -> GraphRoom:
     """Room for the documents of a microbatch, in powers of two: Transformer Engine plans kernels for each number."""
-    return GraphRoom(device, DOCUMENT_ROOM, lambda number: max(MIN_DOCUMENTS, 1 << (number - 1).bit_length()))
+    return GraphRoom(device, DOCUMENT_ROOM, lambda number: 1 << (number - 1).bit_length())
 
 
 def document_ends(document_starts: Tensor, num_documents: Optional[int] = None) -> Tensor:

@@ -126,7 +126,7 @@ def test_a_graph_counts_documents_that_have_no_room(monkeypatch: pytest.MonkeyPa
         is_cuda = True
 
     room = document_room(CPU)
-    assert [room.size(torch.tensor(number), worst=1000) for number in (1, 16, 17, 40)] == [16, 16, 32, 64]
+    assert [room.size(torch.tensor(number), worst=1000) for number in (1, 3, 16, 17, 40)] == [1, 4, 16, 32, 64]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     for number, overflows in ((3, 0), (128, 0), (129, 1), (1000, 2)):
         needed = torch.tensor(number).as_subclass(OnDevice)
