@@ -36,9 +36,13 @@ class GraphRoom:
             worst: which always suffices.
         """
         if needed.is_cuda and torch.cuda.is_current_stream_capturing():
-            size = min(worst, self.rounded(int(self.factor * self.largest)))
+            size = self.graph_size(worst)
             self.overflows.add_(needed > size)
             return size
         number = int(needed)  # the host waits for a number on a device
         self.largest = max(self.largest, number)
         return self.rounded(number)
+
+    def graph_size(self, worst: int) -> int:
+        """The size in a graph that is captured now."""
+        return min(worst, self.rounded(int(self.factor * self.largest)))

@@ -51,9 +51,17 @@ def multi_token_loss(depth_sums: Tensor, loss_mask: Tensor, losses: Tensor) -> L
     return total, num_tokens, report | {"mtp_losses": depth_sums}
 
 
-def document_room(device: torch.device) -> GraphRoom:
+class DocumentRoom(GraphRoom):
     """Room for the documents of a microbatch, in powers of two: Transformer Engine plans kernels for each number."""
-    return GraphRoom(device, DOCUMENT_ROOM, lambda number: 1 << (number - 1).bit_length())
+
+    def __init__(self, device: torch.device, has_graph: bool):
+        super().__init__(device, DOCUMENT_ROOM if has_graph else 1.0, lambda number: 1 << (number - 1).bit_length())
+
+    def size(self, needed: Tensor, worst: int) -> int:
+        """Launched passes have the size of a graph: a capture must not be the first to run kernels of it."""
+        if not torch.is_grad_enabled():  # an evaluation has no graph, and runs no backward kernels
+            return min(worst, self.rounded(int(needed)))
+        return max(min(worst, super().size(needed, worst)), self.graph_size(worst))
 
 
 def document_ends(document_starts: Tensor, num_documents: Optional[int] = None) -> Tensor:
