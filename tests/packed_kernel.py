@@ -27,7 +27,7 @@ def each_document(
     queries, keys = of_queries.ends.tolist(), of_keys.ends.tolist()
     assert (queries[0], queries[-1], keys[0], keys[-1]) == (0, len(query), 0, len(key)) and len(queries) == len(keys)
     assert of_queries.ends.dtype == of_keys.ends.dtype == torch.int32
-    is_unread = torch.zeros(len(key), 1, 1, dtype=torch.bool)
+    is_unread = torch.zeros(len(key), 1, 1, dtype=torch.bool, device=key.device)
     key, value = key.clone(), value.clone()
     for tensor in (key, value):
         if tensor.requires_grad:
@@ -38,7 +38,8 @@ def each_document(
         assert num_queries <= min(num_keys, of_queries.longest) and num_keys <= of_keys.longest
         is_unread[first_key:last_key] = num_queries == 0
         if num_queries:
-            distance = torch.arange(num_keys - num_queries, num_keys)[:, None] - torch.arange(num_keys)
+            positions = torch.arange(num_keys, device=key.device)
+            distance = positions[num_keys - num_queries :, None] - positions
             mask = (distance >= 0) & (distance <= (num_keys if window is None else window))
             document = (query[first:last], key[first_key:last_key], value[first_key:last_key])
             tensors = (x.transpose(0, 1)[None] for x in document)
