@@ -2,12 +2,17 @@
 
     python benchmarks/gpu_attention.py --shapes A B --json FILE
     python benchmarks/gpu_attention.py -- --model-preset llama3-8b --seq-length 8192 --micro-batch-size 1
+    python benchmarks/gpu_attention.py --backends fused --documents 2048 -- --model-preset llama3-8b \
+        --seq-length 32768 --micro-batch-size 1
 
 After `--` come flags of `pretrain_gpt.py`; `--shapes` are those of `gpu_train.py`. `fused` is cuDNN through Transformer
 Engine, `flash` the flash-attn package, `unfused` Transformer Engine's own, `sdpa` torch's choice, `sdpa flash` torch's
 FlashAttention 2, `plain` two products and a softmax in torch; the FP8 ones are cuDNN's on codes, casts included (in
 training `--fp8-dot-product-attention`, under delayed scaling). What really ran is in the table; a backend that is not
 there, or that Transformer Engine would not take, is named with the reason.
+
+`--documents TOKENS` also times attention within documents of so many tokens on average, of random lengths, as
+`--reset-attention-mask` has it: with room for as many documents as there are and for more, which are empty.
 
 Times are of the GPU, by events, medians of rounds; the L2 cache is flushed before each. TFLOP/s are the model's: causal
 attention counted by half, backward twice forward. The peak is what one call, forward and backward, allocates beyond its
@@ -17,12 +22,13 @@ inputs. The error is the largest difference of the output to that of `sdpa` in F
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Optional
@@ -38,6 +44,8 @@ from benchmarks import timing
 from benchmarks.gpu_gemm import FLUSHED_BYTES, Model, model_of, parse_models
 from megafp8.config import dimensions
 from megafp8.device.gpus import GPUS, find_gpu
+from megafp8.models.loss import document_ends
+from megafp8.te.packed_sequences import Borders, attend_packed
 
 SDPA, SDPA_FLASH, PLAIN = "sdpa", "sdpa flash", "plain"
 OF_TORCH = (PLAIN, SDPA, SDPA_FLASH)
@@ -59,6 +67,7 @@ class Shape:
     Attributes:
         heads, groups: query heads and key/value heads of the rank.
         channels: of a head.
+        ends: borders of documents in the microbatch; empty where each sequence is one.
     """
 
     name: str
@@ -67,11 +76,29 @@ class Shape:
     heads: int
     groups: int
     channels: int
+    ends: tuple[int, ...] = ()
+
+    @property
+    def borders(self) -> tuple[int, ...]:
+        """Of documents, or of sequences."""
+        return self.ends or tuple(range(0, (self.batch + 1) * self.length, self.length))
 
     @property
     def forward_flops(self) -> float:
         """Two products, of which the causal half counts."""
-        return 2 * 2 * self.batch * self.heads * self.channels * self.length**2 / 2
+        squares = sum((end - start) ** 2 for start, end in itertools.pairwise(self.borders))
+        return 2 * 2 * self.heads * self.channels * squares / 2
+
+    def in_documents(self, mean_tokens: int) -> Shape:
+        """Of the same tokens in documents of random lengths."""
+        starts = torch.rand(self.batch, self.length, generator=torch.Generator().manual_seed(0)) < 1 / mean_tokens
+        starts[:, 0] = True
+        return replace(self, name=f"{self.name} in documents", ends=tuple(document_ends(starts).tolist()))
+
+    def with_room(self, backend: str) -> list[str]:
+        """This backend with room for the documents, and for more."""
+        number = 1 << (len(self.ends) - 2).bit_length()
+        return [f"{backend} {number * factor} documents" for factor in (1, 2, 4, 16, 64, 256)]
 
 
 def shape_of(model: Model) -> Shape:
@@ -135,6 +162,7 @@ class Inputs:
     """Queries, keys, values [s, b, heads, channels] and the output's gradient [s, b, heads x channels], BF16."""
 
     def __init__(self, shape: Shape, device: torch.device):
+        self.borders = shape.borders[: shape.borders.index(shape.length) + 1]  # of the first sequence
         generator = torch.Generator(device).manual_seed(0)
 
         def numbers(*sizes: int) -> Tensor:
@@ -147,8 +175,9 @@ class Inputs:
 
     def expected(self) -> Tensor:
         """The output of the first sequence, in FP32."""
+        first = [x[:, :1].float() for x in (self.query, self.key, self.value)]
         with torch.no_grad():
-            return sdpa(*(x[:, :1].float() for x in (self.query, self.key, self.value)))
+            return torch.cat([sdpa(*(x[start:end] for x in first)) for start, end in itertools.pairwise(self.borders)])
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -190,13 +219,29 @@ def attention_of(shape: Shape, backend: str) -> tuple[Callable[..., Tensor], Cal
     os.environ |= {name: str(int(each == kind)) for each, name in SWITCHES.items()}
     _attention_backends["backend_selection_requires_update"] = True
     module = te.DotProductAttention(
-        shape.heads, shape.channels, num_gqa_groups=shape.groups, attention_dropout=0.0, qkv_format="sbhd",
-        attn_mask_type="causal",
+        shape.heads, shape.channels, num_gqa_groups=shape.groups, attention_dropout=0.0,
+        qkv_format="thd" if shape.ends else "sbhd", attn_mask_type="padding_causal" if shape.ends else "causal",
     )  # fmt: skip
+    if shape.ends:
+        empty = (shape.ends[-1],) * (int(backend.split()[1]) + 1 - len(shape.ends))
+        ends = torch.tensor((*shape.ends, *empty), dtype=torch.int32, device="cuda")
+        return partial(within_documents, module, ends), nullcontext
     if backend not in FP8_RECIPES:
         return module, nullcontext
     recipe = getattr(recipes, FP8_RECIPES[backend])(fp8_dpa=True)
     return module, lambda: te.autocast(enabled=True, recipe=recipe)
+
+
+def within_documents(module: Callable[..., Tensor], ends: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention of Transformer Engine, as training calls it."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, of_queries: Borders, of_keys: Borders) -> Tensor:
+        return module(
+            query, key, value, cu_seqlens_q=of_queries.ends, cu_seqlens_kv=of_keys.ends,
+            max_seqlen_q=of_queries.longest, max_seqlen_kv=of_keys.longest,
+        )  # fmt: skip
+
+    return attend_packed(attend, query, key, value, ends)
 
 
 def selected(backend: str) -> str:
@@ -265,6 +310,7 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS), help="default: all")
+    parser.add_argument("--documents", type=int, metavar="TOKENS", help="also attention within documents of this mean")
     return parse_models(parser, argv)
 
 
@@ -274,16 +320,22 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     gpu = find_gpu(torch.cuda.get_device_name()) or GPUS["h200"]
     everything, missing = [], {}
     for name, text in options.models.items():
-        shape = shape_of(model_of(name, text, gpu))
-        inputs, rows = Inputs(shape, torch.device("cuda")), []
-        for backend in options.backends:
-            try:
-                rows.append(measure(shape, backend, inputs, options.rounds))
-            except NotHere as reason:
-                missing[f"{name} {backend}"] = str(reason)
-            torch.cuda.empty_cache()
-        print(f"\n{shape}, {torch.cuda.get_device_name()}\n{table(rows)}", flush=True)
-        everything += rows
+        whole = shape_of(model_of(name, text, gpu))
+        cases = [(whole, options.backends)]
+        if options.documents:
+            shape = whole.in_documents(options.documents)
+            kinds = [backend for backend in ("fused", "flash") if backend in options.backends]
+            cases.append((shape, [each for kind in kinds for each in shape.with_room(kind)]))
+        for shape, backends in cases:
+            inputs, rows = Inputs(shape, torch.device("cuda")), []
+            for backend in backends:
+                try:
+                    rows.append(measure(shape, backend, inputs, options.rounds))
+                except NotHere as reason:
+                    missing[f"{shape.name} {backend}"] = str(reason)
+                torch.cuda.empty_cache()
+            print(f"\n{shape}, {torch.cuda.get_device_name()}\n{table(rows)}", flush=True)
+            everything += rows
     for name, reason in missing.items():
         print(f"{name} does not run: {reason}")
     if options.json:

@@ -77,7 +77,7 @@ def add_run(first: Run, text: str) -> Run:
     device, counts_loss = first.platform.device, first.rank_position.reports_loss
     reductions = tuple(reduction_parts(config, training_state, device))
     detector = build_bad_step_detector(config, training_state, implementation, device)
-    states = state_parts(config, training_state, implementation, device, counts_loss)
+    states = state_parts(config, training_state, implementation, device, counts_loss, first.documents_room)
     return dataclasses.replace(
         first,
         config=config,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import tarfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
@@ -130,6 +131,34 @@ class SourceSamples:
         return {"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": loss_mask, "position_ids": positions}
 
 
+class DocumentSamples(SourceSamples):
+    """The same in documents, whose last tokens are not trained.
+
+    Args:
+        lengths: of the documents in samples, which repeat; by default they are random, and short from sample 24 on.
+    """
+
+    def __init__(self, length: int, lengths: Sequence[Sequence[int]] = ()):
+        super().__init__(length)
+        self.lengths = lengths
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sample = super().__getitem__(index)
+        if self.lengths:
+            ends = torch.tensor(self.lengths[index % len(self.lengths)]).cumsum(0)
+        else:
+            share = 1 / 32 if index < 24 else 1 / 4
+            is_end = torch.rand(self.length, generator=torch.Generator().manual_seed(index)) < share
+            is_end[-1] = True
+            ends = is_end.nonzero().flatten() + 1
+        lengths = ends.diff(prepend=ends.new_zeros(1))
+        sample["position_ids"] = torch.cat([torch.arange(length) for length in lengths.tolist()])
+        sample["document_starts"] = sample["position_ids"] == 0
+        sample["loss_mask"] = torch.ones(self.length)
+        sample["loss_mask"][ends - 1] = 0
+        return sample
+
+
 def train(run: Run, num_steps: int, first_step: int = 1, is_masked: bool = False) -> Curve:
     """Some steps of training. The samples before `first_step` count as consumed."""
     results = step_results(run, num_steps, first_step, is_masked)
@@ -138,7 +167,9 @@ def train(run: Run, num_steps: int, first_step: int = 1, is_masked: bool = False
 
 def step_results(run: Run, num_steps: int, first_step: int = 1, is_masked: bool = False) -> list[StepResult]:
     """The results of the steps of `train`."""
-    samples, batch = SourceSamples(run.config.data.seq_length, is_masked), run.global_batch_size
+    length, batch = run.config.data.seq_length, run.global_batch_size
+    has_documents = run.config.data.reset_attention_mask
+    samples = DocumentSamples(length) if has_documents else SourceSamples(length, is_masked)
     last_step = first_step + num_steps - 1
     batches = build_batches(run, samples, (first_step - 1) * batch, last_step * batch, num_workers=0)
     return [train_step(run, batches, Progress(step, step * batch)) for step in range(first_step - 1, last_step)]

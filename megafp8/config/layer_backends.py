@@ -131,6 +131,7 @@ class _Emulated(LayerBackend):
             (precision.fp4_four_over_six, "--fp4-four-over-six"),
             (bool(precision.fp8_saved_activations), "--fp8-saved-activations"),
             (model.multi_latent_attention, "--multi-latent-attention"),
+            (config.data.reset_attention_mask, "--reset-attention-mask"),
             (training.fp8_guard != "off", f"--fp8-guard {training.fp8_guard}"),
             (training.on_nonfinite_activation == "bf16", "--on-nonfinite-activation bf16"),
         )

@@ -229,12 +229,20 @@ def expert_launch_warnings(config: RunConfig, target_kind: str, implementation: 
 
 
 def context_parallel_attention_problems(config: RunConfig) -> list[str]:
-    """Attention that Transformer Engine supports with only some kinds of context-parallel communication."""
+    """Attention that there is with only some kinds of context-parallel communication."""
     parallel, model = config.parallel, config.model
-    options = (
+    softmax, is_special = f"--softmax-type {model.softmax_type}", model.softmax_type != "vanilla"
+    options: tuple[tuple[str, bool, tuple[str, ...]], ...] = (
         ("--window-size", model.window_size is not None, ("a2a", "allgather")),
-        (f"--softmax-type {model.softmax_type}", model.softmax_type != "vanilla", ("a2a",)),
+        (softmax, is_special, ("a2a",)),
     )
+    if config.data.reset_attention_mask:  # by `te/packed_sequences.py`
+        dropout = f"--attention-dropout {model.attention_dropout}"
+        options = (
+            ("--reset-attention-mask", True, ("p2p", "allgather", "a2a")),
+            (f"--reset-attention-mask and {softmax}", is_special, ("p2p", "allgather")),
+            (f"--reset-attention-mask and {dropout}", model.attention_dropout > 0, ("a2a",)),
+        )
     return [
         f"{flag} with --context-parallel-size {parallel.context_parallel_size}: Transformer Engine needs "
         f"--cp-comm-type {' or '.join(known)}, not {parallel.cp_comm_type}"
@@ -284,17 +292,6 @@ def attention_kernel_problems(config: RunConfig) -> list[str]:
         found.append(
             f"--attention-backend flash with --softmax-type {model.softmax_type}: FlashAttention has a plain "
             "softmax; use --attention-backend auto, fused or unfused"
-        )
-    if config.data.reset_attention_mask and ranks > 1:
-        found.append(
-            f"--reset-attention-mask with --context-parallel-size {ranks}: Transformer Engine's ranks split documents "
-            "that are padded to multiples of 2 x ranks only; use --context-parallel-size 1, --transformer-impl "
-            "emulated, or remove --reset-attention-mask"
-        )
-    if config.data.reset_attention_mask and model.multi_latent_attention:
-        found.append(
-            "--reset-attention-mask with --multi-latent-attention: not tested with Transformer Engine's kernels; use "
-            "--transformer-impl emulated, or remove one"
         )
     if backend == "unfused" and ranks > 1:
         found.append(

@@ -40,7 +40,7 @@ class RoutedRows(NamedTuple):
 class Room(Protocol):
     """Decides on a number of rows."""
 
-    def num_rows(self, needed: Tensor, worst: int) -> int:
+    def size(self, needed: Tensor, worst: int) -> int:
         """A multiple of `TILE`; rows that exceed it are left out.
 
         Args:
@@ -75,7 +75,7 @@ def route(routing_map: Tensor, top_k: int, room: Optional[Room] = None, alignmen
     # `rank` counts from 1. Experts that a token does not have get the row after all others, which sorts last.
     row = rank + (ends - padded - 1)
     if room is not None:
-        rows = room.num_rows(ends[-1:], rows)
+        rows = room.size(ends[-1:], rows)
         row, ends = row.clamp(max=rows), ends.clamp(max=rows)
     row = torch.where(routing_map, row, rows)
     # An expert's rows lie behind those of the experts before it: ascending rows are ascending experts.

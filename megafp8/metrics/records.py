@@ -147,8 +147,8 @@ class StepRecord:
     is_skipped: bool = False
     """The update was skipped: an event says why, or gradients overflowed at the loss scale."""
     is_repeated: bool = False
-    """The experts of a rank had more tokens than the CUDA graph has rows for: the step was computed again, kernel by
-    kernel. With --moe-token-dispatcher-type peer."""
+    """The experts of a rank got more tokens, or a microbatch had more documents, than the CUDA graph has room for: the
+    step was computed again, kernel by kernel."""
     num_non_finite_operands: Optional[int] = None
     """Non-finite values that linears quantized in this step; one counts for each GEMM that reads it and for each copy
     on a rank. None where they are not counted."""

@@ -1,9 +1,8 @@
 """Causal attention in torch with context parallelism, for layers without Transformer Engine's attention.
 
-Context parallelism splits each sequence of S tokens into 2N pieces. Rank r of N holds pieces r and 2N-1-r, the zigzag
-order of megatron-core's `get_batch_on_this_cp_rank`, which balances causal attention over the ranks. Queries stay
-local. Keys and values are all-gathered, and their gradients are reduce-scattered. The gather takes
-2 x S x kv-heads x channels elements per rank and layer, which is little compared with the activations.
+Context-parallel ranks share each sequence in zigzag order (`mcore/zigzag.py`). Queries stay local. Keys and values are
+all-gathered, and their gradients are reduce-scattered. The gather takes 2 x S x kv-heads x channels elements per rank
+and layer, which is little compared with the activations.
 
 Sliding windows and borders of documents are masks for torch's SDPA. It has no softcapping and no additional term in the
 softmax; with one of them, and with `--attention-backend unfused`, `explicit_attention` computes all scores, in memory
@@ -27,13 +26,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megafp8.kernels.cpu_matmul import multiplied
-
-
-def zigzag_positions(rank: int, size: int, local_length: int, device: torch.device) -> Tensor:
-    """Sequence positions of context-parallel rank `rank` of `size`. Shape (local_length,), int64."""
-    piece_length = local_length // 2
-    offsets = torch.arange(piece_length, device=device)
-    return torch.cat((rank * piece_length + offsets, (2 * size - 1 - rank) * piece_length + offsets))
+from megafp8.mcore.zigzag import gathered, zigzag_positions
 
 
 def visible_keys(
@@ -243,12 +236,8 @@ class CausalAttention(torch.nn.Module):
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
         """Keys and values of all ranks, and the positions of local queries and of these keys."""
         group, local_length = self.context_group, query.shape[0]
-        gathered = [
-            tensor_parallel.gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=group)
-            for x in (key, value)
-        ]
         positions = [zigzag_positions(r, group.size(), local_length, query.device) for r in range(group.size())]
-        return gathered[0], gathered[1], (positions[group.rank()], torch.cat(positions))
+        return gathered(group, key), gathered(group, value), (positions[group.rank()], torch.cat(positions))
 
     def sharded_state_dict(
         self,

@@ -9,14 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Optional
 
 import torch
+import torch.nn.functional as F
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megafp8.mcore.multi_token import MultiTokenGPT
 from megafp8.mcore.process_groups import split_over_context
+from megafp8.models.graph_room import GraphRoom
 from megafp8.resilience import fault_injection
+
+DOCUMENT_ROOM = 2.0  # the most documents of a few steps say little about later ones
 
 LossOutput = tuple[Tensor, Tensor, dict[str, Tensor]]
 
@@ -46,31 +51,51 @@ def multi_token_loss(depth_sums: Tensor, loss_mask: Tensor, losses: Tensor) -> L
     return total, num_tokens, report | {"mtp_losses": depth_sums}
 
 
-def document_ends(document_starts: Tensor) -> Tensor:
-    """The borders of documents, on the host. Models take them in place of an attention mask: only attention reads them.
+class DocumentRoom(GraphRoom):
+    """Room for the documents of a microbatch, in powers of two: Transformer Engine plans kernels for each number."""
+
+    def __init__(self, device: torch.device, has_graph: bool):
+        super().__init__(device, DOCUMENT_ROOM if has_graph else 1.0, lambda number: 1 << (number - 1).bit_length())
+
+    def size(self, needed: Tensor, worst: int) -> int:
+        """Launched passes have the size of a graph: a capture must not be the first to run kernels of it."""
+        if not torch.is_grad_enabled():  # an evaluation has no graph, and runs no backward kernels
+            return min(worst, self.rounded(int(needed)))
+        return max(min(worst, super().size(needed, worst)), self.graph_size(worst))
+
+
+def document_ends(document_starts: Tensor, num_documents: Optional[int] = None) -> Tensor:
+    """The borders of documents. Models take them in place of an attention mask: only attention reads them.
 
     Args:
-        document_starts: bool (B, S) on the host; the first token of each sequence starts a document.
+        document_starts: bool (B, S); the first token of each sequence starts a document.
+        num_documents: the borders of so many, and empty documents at the end where there are fewer; the last one joins
+            those that are too many. None: as many as there are, for which the host waits.
 
     Returns:
         int32 [documents + 1]: where documents start in the sequences, one after the other, and where the last one ends.
     """
-    starts = document_starts.flatten().nonzero().flatten()
-    return torch.cat((starts, torch.tensor([document_starts.numel()]))).to(torch.int32)
+    starts = document_starts.flatten()
+    numbers = torch.arange(1, 1 + (int(starts.sum()) if num_documents is None else num_documents), device=starts.device)
+    # The n-th document starts at the first token with n starts up to it.
+    return F.pad(torch.searchsorted(starts.cumsum(0), numbers, out_int32=True), (0, 1), value=starts.numel())
 
 
 def counting_documents(loss: Callable[[Tensor], LossOutput], squares: Tensor, losses: Tensor) -> LossOutput:
-    """A loss whose record also has the sum of the squared lengths of documents, FP64 [1] on the host."""
+    """A loss whose record also has the sum of the squared lengths of documents, FP64 [1]."""
     total, num_tokens, report = loss(losses)
     return total, num_tokens, report | {"document_squares": squares}
 
 
 def build_forward_step(
-    device: torch.device, context_parallel_size: int
+    device: torch.device, context_parallel_size: int, documents_room: GraphRoom
 ) -> Callable[[Iterator[dict[str, Tensor]], torch.nn.Module], tuple[Tensor, Callable[[Tensor], LossOutput]]]:
     """Build megatron-core's forward step, which returns a chunk's output and its loss function.
 
     Pipeline stages that need no part of a batch get None for `batches`.
+
+    Args:
+        documents_room: decides on the number of documents.
     """
 
     def forward_step(
@@ -80,12 +105,12 @@ def build_forward_step(
         if batches is not None:
             fault_injection.point("data.wait")
             on_host = next(batches)
-            if "document_starts" in on_host:
-                ends = document_ends(on_host["document_starts"])
-                # Each of the context-parallel ranks, which have the same documents, counts its part.
-                squares = ends.diff().double().square().sum().view(1) / context_parallel_size
-                documents = ends.to(device, non_blocking=True)
             batch = {name: tensor.to(device, non_blocking=True) for name, tensor in on_host.items()}
+            if (starts := on_host.get("document_starts")) is not None:
+                number = documents_room.size(starts.sum(), worst=starts.numel())
+                documents = document_ends(batch["document_starts"], number)
+                # Each of the context-parallel ranks, which have the same documents, counts its part.
+                squares = documents.diff().double().square().sum().view(1) / context_parallel_size
             if context_parallel_size > 1:
                 batch = split_over_context(batch)
             tokens, positions = batch["tokens"], batch["position_ids"]

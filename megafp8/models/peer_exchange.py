@@ -9,10 +9,8 @@ token is sent once to each rank that has an expert of it, however many it has th
 A buffer has a row for each token of all ranks, at an address that follows from rank and token. So no number of tokens
 is exchanged, and no token is left out. All layers share the buffers: what arrives is read before the next barrier.
 
-The experts of a rank have a row for each expert of a token, and how many these are depends on the routing. Kernel by
-kernel the host reads the number. A CUDA graph has room for more rows than any pass before it needed. Where a replay
-needs more, the step is undone and repeated kernel by kernel, and the next graph has more room (`ExpertRoom` in
-`training/step_parts.py`).
+The experts of a rank have a row for each expert of a token, and how many these are depends on the routing
+(`graph_room.py`).
 
 Two barriers for each pair of `send` and `add` suffice. Rows are overwritten by the next `send`, whose sender has passed
 the barrier of `add`, which the reader entered after it had read them. Sums are overwritten by the next `add`, after the
@@ -30,33 +28,16 @@ from torch import Tensor
 
 from megafp8.config.mixture import PEER_ROOM
 from megafp8.kernels.routed_rows import TILE
+from megafp8.models.graph_room import GraphRoom
 from megafp8.utils.integers import round_up
 
 NO_EXPERT = -1.0
 """In place of the score of an expert that a token does not have. Scores are not negative."""
 
 
-class LoadRoom:
-    """Rows for the load of a rank's experts (`routed_rows.Room`).
-
-    Attributes:
-        largest_load: rows that one pass of a layer needed.
-        overflows: FP64 [1], passes that needed more than a CUDA graph has.
-    """
-
-    def __init__(self, device: torch.device):
-        self.largest_load = 0
-        self.overflows = torch.zeros(1, dtype=torch.float64, device=device)
-
-    def num_rows(self, needed: Tensor, worst: int) -> int:
-        """What is needed, or, in a CUDA graph, what was needed so far and some more."""
-        if needed.is_cuda and torch.cuda.is_current_stream_capturing():
-            rows = min(worst, max(TILE, round_up(int(PEER_ROOM * self.largest_load), TILE)))
-            self.overflows.add_(needed > rows)
-            return rows
-        load = int(needed)  # the host waits
-        self.largest_load = max(self.largest_load, load)
-        return max(TILE, round_up(load, TILE))
+def load_room(device: torch.device) -> GraphRoom:
+    """Rows for the load of a rank's experts (`routed_rows.Room`), in complete tiles."""
+    return GraphRoom(device, PEER_ROOM, lambda rows: max(TILE, round_up(rows, TILE)))
 
 
 class Exchange:
@@ -71,7 +52,7 @@ class Exchange:
     def __init__(self, group: dist.ProcessGroup, num_experts: int, device: torch.device):
         self.group, self.num_experts = group, num_experts
         self.size, self.rank = group.size(), group.rank()
-        self.room = LoadRoom(device)
+        self.room = load_room(device)
 
     def send(self, rows: Tensor, scores: Tensor, sends_scores: bool) -> tuple[Tensor, Optional[Tensor]]:
         """Send rows to the ranks that have an expert of their token.

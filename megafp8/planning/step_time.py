@@ -262,7 +262,7 @@ def layer_time(
     forward, backward = (each(run, recipe, has_experts) for each in (compute.forward_time, compute.backward_time))
     traffic = communication.tensor_parallel_traffic(run, recipe, has_experts)
     ring_forward_s, ring_backward_s, _ = communication.context_parallel_traffic(run)
-    is_ring = run.config.parallel.cp_comm_type == "p2p"
+    is_ring = derived.cp_exchange(run.config) == "p2p"
     experts = experts_time(run, recipe) if has_experts else None
     if experts is not None:
         forward, backward = forward.plus(experts.forward), backward.plus(experts.backward)

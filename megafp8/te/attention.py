@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Optional
 
+import torch
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
-from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megafp8.kernels.rope import split_and_rotate
-from megafp8.te.packed_sequences import attend_packed
+from megafp8.te.packed_sequences import Borders, attend_exchanged, attend_gathered, attend_packed
 
 
 class RotarySelfAttention(SelfAttention):
@@ -48,11 +49,21 @@ class AmaxRotarySelfAttention(RotarySelfAttention):
 
 
 class DocumentAttention(TEDotProductAttention):
-    """megatron-core's attention with borders of documents, by Transformer Engine's kernels for packed sequences.
+    """megatron-core's attention with borders of documents, by Transformer Engine's kernels for packed sequences."""
 
-    The packed format is thd. Only attention uses it, so the shapes of all other layers, and of messages between
-    pipeline stages, stay those of sequences.
-    """
+    def __init__(
+        self,
+        *args: Any,
+        cp_comm_type: Optional[str] = None,
+        pg_collection: Optional[ProcessGroupCollection] = None,
+        **options: Any,
+    ):
+        super().__init__(*args, cp_comm_type=cp_comm_type, pg_collection=pg_collection, **options)
+        assert pg_collection is not None, "megatron-core's attention passes its groups"
+        self.context_group, self.exchanges_heads = pg_collection.cp, cp_comm_type == "a2a"
+        self.set_context_parallel_group(None, [], None)  # the kernels are those of one rank
+        if self.exchanges_heads:
+            self.num_gqa_groups_per_partition //= self.context_group.size()
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Optional[Tensor], *rest: Any, **options: Any
@@ -62,14 +73,26 @@ class DocumentAttention(TEDotProductAttention):
         Args:
             attention_mask: the borders of documents (`models/loss.py`); None for one document.
         """
-        if attention_mask is None:
-            return super().forward(query, key, value, None, *rest, **options)
-        # The maximum length is that of a sequence, so that kernels are planned once.
-        ends, length = attention_mask, query.shape[0]
-        packed = PackedSeqParams(
-            qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=length, max_seqlen_kv=length
-        )
-        return attend_packed(super().forward, query, key, value, None, *rest, **options | {"packed_seq_params": packed})
+        ends, group = attention_mask, self.context_group
+        if group.size() == 1:
+            if ends is None:
+                return super().forward(query, key, value, None, *rest, **options)
+            return attend_packed(self.attend, query, key, value, ends)
+        if ends is None:
+            length, batch_size = group.size() * query.shape[0], query.shape[1]
+            ends = length * torch.arange(batch_size + 1, dtype=torch.int32, device=query.device)
+        attend_split = attend_exchanged if self.exchanges_heads else attend_gathered
+        return attend_split(self.attend, query, key, value, ends, group)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, of_queries: Borders, of_keys: Borders) -> Tensor:
+        """Transformer Engine's kernels, without megatron-core's wrapper, which does not know the mask type."""
+        is_cut = of_queries is not of_keys
+        return super(TEDotProductAttention, self).forward(
+            query, key, value, None, qkv_format="thd",
+            cu_seqlens_q=of_queries.ends, max_seqlen_q=of_queries.longest,
+            cu_seqlens_kv=of_keys.ends, max_seqlen_kv=of_keys.longest,
+            attn_mask_type="padding_causal_bottom_right" if is_cut else "padding_causal",
+        )  # fmt: skip
 
 
 class FP8Attention(TEDotProductAttention):

@@ -24,6 +24,7 @@ from megafp8.device.platform import Platform
 from megafp8.mcore.process_groups import RankPosition
 from megafp8.metrics.health_suggestions import Case
 from megafp8.metrics.timers import StepTimer
+from megafp8.models.graph_room import GraphRoom
 from megafp8.models.loss import build_forward_step
 from megafp8.resilience.watchdog import Watchdog
 from megafp8.training.checks import machine_problems
@@ -48,6 +49,7 @@ class Run:
         bad_steps: finds non-finite numbers and spikes.
         graph: runs the passes, from CUDA graphs or kernel by kernel.
         timer: measures steps. Every step waits for the loss, so the device is at most one update behind the host.
+        documents_room: decides on the number of documents in the shapes of a microbatch.
         watchdog: watches the steps and handles signals; one that was not started does nothing.
     """
 
@@ -62,6 +64,7 @@ class Run:
     bad_steps: BadStepDetector
     graph: EagerPasses
     timer: StepTimer
+    documents_room: GraphRoom
     watchdog: Watchdog = field(default_factory=Watchdog)
 
     @property
@@ -72,7 +75,8 @@ class Run:
     @cached_property
     def forward_step(self) -> Callable[..., Any]:
         """megatron-core's callback that runs one microbatch."""
-        return build_forward_step(self.platform.device, self.config.parallel.context_parallel_size)
+        context_size = self.config.parallel.context_parallel_size
+        return build_forward_step(self.platform.device, context_size, self.documents_room)
 
     @property
     def seq_length(self) -> int:

@@ -26,6 +26,7 @@ from megafp8.metrics.timers import StepTimer
 from megafp8.models.builder import add_gradient_buffers, build_model, build_optimizer
 from megafp8.models.grouped_moe import grouped_weights
 from megafp8.models.layer_runtime import layer_runtime
+from megafp8.models.loss import DocumentRoom
 from megafp8.optimizer import fused_adam
 from megafp8.optimizer.gradient_communication import (
     WgradOverwrite,
@@ -77,6 +78,7 @@ def build_training_run(
         config, transformer_config, implementation, vocab_size, rank_position.world_size, platform
     )
     device = platform.device
+    documents_room = DocumentRoom(device, derived.uses_cuda_graph(config))
     reductions = tuple(reduction_parts(config, training_state, device))
     detector = build_bad_step_detector(config, training_state, implementation, device)
     # After the detector, whose checks are then called on gradients with the injected faults.
@@ -84,7 +86,7 @@ def build_training_run(
     parts = (
         build_gradient_buffers(config, training_state, implementation),
         detector,
-        *state_parts(config, training_state, implementation, device, rank_position.reports_loss),
+        *state_parts(config, training_state, implementation, device, rank_position.reports_loss, documents_room),
         *reductions,
     )
     counters = [counter for part in parts for counter in part.byte_counters()]
@@ -100,6 +102,7 @@ def build_training_run(
         bad_steps=detector,
         graph=build_step_graph(config, training_state.chunks, device, counters),
         timer=StepTimer(),
+        documents_room=documents_room,
     )
 
 

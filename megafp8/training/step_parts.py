@@ -23,8 +23,9 @@ from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.mixture import PEER, is_mixture, token_dispatcher
 from megafp8.config.muon import is_layer_wise
 from megafp8.config.schema import RunConfig
+from megafp8.models.graph_room import GraphRoom
 from megafp8.models.grouped_moe import PeerMoELayer
-from megafp8.models.peer_exchange import LoadRoom
+from megafp8.models.peer_exchange import load_room
 from megafp8.models.router import ExpertBiasSnapshot
 from megafp8.optimizer.fp8_gradients import Fp8Reduction, next_factor
 from megafp8.optimizer.fp8_reduction import build_fp8_reduction
@@ -157,25 +158,26 @@ class ExpertBiases(StepPart):
         self.snapshot.restore()
 
 
-class ExpertRoom(StepPart):
-    """Has a step repeated whose CUDA graph had too few rows for the load of the experts.
+class RepeatedStep(StepPart):
+    """Has a step repeated whose CUDA graph had too little room.
 
     Attributes:
         counted: what the passes count for records, which the repeated ones count again.
         is_repeated: whether the step is repeated.
     """
 
-    def __init__(self, room: LoadRoom):
-        self.room, self.counted, self.is_repeated = room, list[Tensor](), False
+    def __init__(self, rooms: Sequence[GraphRoom]):
+        self.rooms, self.counted, self.is_repeated = rooms, list[Tensor](), False
 
     def begin(self, progress: Progress) -> None:
-        self.room.overflows.zero_()
+        for room in self.rooms:
+            room.overflows.zero_()
 
     def counts(self, reports: Reports) -> Mapping[str, Tensor]:
-        return {"expert_overflows": self.room.overflows}
+        return {"graph_overflows": torch.cat([room.overflows for room in self.rooms]).sum()}
 
     def must_repeat(self, totals: StepTotals) -> bool:
-        self.is_repeated = totals.number("expert_overflows") > 0
+        self.is_repeated = totals.number("graph_overflows") > 0
         for counts in self.counted if self.is_repeated else ():
             counts.zero_()
         return self.is_repeated
@@ -271,13 +273,13 @@ class DepthLosses(StepPart):
 class DocumentLengths(StepPart):
     """The length of a token's document, on average over the tokens of the step, if attention stops at its borders."""
 
-    def __init__(self, is_counted: bool):
+    def __init__(self, device: torch.device, is_counted: bool):
+        self.zero = torch.zeros(1, dtype=torch.float64, device=device)
         self.is_counted = is_counted  # other ranks have copies
 
     def counts(self, reports: Reports) -> Mapping[str, Tensor]:
         counted = reports if self.is_counted else ()
-        zero = torch.zeros(1, dtype=torch.float64)
-        return {"document_squares": sum((report["document_squares"] for report in counted), zero)}
+        return {"document_squares": sum((report["document_squares"] for report in counted), self.zero)}
 
     def metrics(self, progress: Progress, totals: StepTotals) -> Mapping[str, Any]:
         return {"document_squares": totals.number("document_squares")}
@@ -343,29 +345,39 @@ def build_gradient_check(config: RunConfig, training_state: TrainingState, devic
 
 
 def state_parts(
-    config: RunConfig, state: TrainingState, implementation: LayerBackend, device: torch.device, counts_loss: bool
+    config: RunConfig,
+    state: TrainingState,
+    implementation: LayerBackend,
+    device: torch.device,
+    counts_loss: bool,
+    documents_room: GraphRoom,
 ) -> Iterator[StepPart]:
     """The parts that restore state of the layers, and those of the losses.
 
     Args:
         counts_loss: whether the loss of this rank counts.
+        documents_room: that of the run.
     """
+    rooms = list[GraphRoom]()
+    if derived.uses_cuda_graph(config) and is_mixture(config.model) and token_dispatcher(config) == PEER:
+        layers = (module for chunk in state.chunks for module in chunk.modules() if isinstance(module, PeerMoELayer))
+        # Also on a stage without experts: all ranks count the same.
+        rooms.append(next((layer.exchange.room for layer in layers), load_room(device)))
+    if derived.uses_cuda_graph(config) and config.data.reset_attention_mask:
+        rooms.append(documents_room)
     if derived.is_stateful(config.precision):
         snapshot = DelayedScalingSnapshot(state.chunks, implementation)
-        can_repeat = token_dispatcher(config) == PEER and derived.uses_cuda_graph(config)
-        yield AmaxHistories(snapshot, can_skip=config.training.max_skipped_steps > 0 or can_repeat)
+        yield AmaxHistories(snapshot, can_skip=config.training.max_skipped_steps > 0 or bool(rooms))
     if config.model.moe_router_enable_expert_bias:
         yield ExpertBiases(ExpertBiasSnapshot(state.chunks))
-    layers = (module for chunk in state.chunks for module in chunk.modules() if isinstance(module, PeerMoELayer))
-    if is_mixture(config.model) and token_dispatcher(config) == PEER:
-        # Also on a stage without experts: all ranks count the same.
-        yield ExpertRoom(next((layer.exchange.room for layer in layers), LoadRoom(device)))
+    if rooms:
+        yield RepeatedStep(rooms)
     if config.precision.grad_reduce_fp8_scaling == "tensor":
         yield GradientFactor()
     if depths := multi_token.num_depths(config.model):
         yield DepthLosses(depths, device, counts_loss)
     if config.data.reset_attention_mask:
-        yield DocumentLengths(counts_loss)
+        yield DocumentLengths(device, counts_loss)
 
 
 def reduction_parts(config: RunConfig, state: TrainingState, device: torch.device) -> Iterator[StepPart]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.utils import unwrap_model
+from packed_kernel import packed_attention
 from ranks import run_ranks
-from small_run import FOUR_LAYERS, PLAIN, SourceSamples, build_run, small_config
+from small_run import FOUR_LAYERS, PLAIN, DocumentSamples, build_run, small_config
 from torch import Tensor
 
 from megafp8.checkpoint.progress import Progress
@@ -38,19 +40,6 @@ LAYOUTS = {
         "--context-parallel-size 2 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 2,
     ),
 }  # fmt: skip
-
-
-class DocumentSamples(SourceSamples):
-    """Samples of several documents, whose last tokens are not trained."""
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        sample = super().__getitem__(index)
-        lengths = LENGTHS[index % len(LENGTHS)]
-        sample["position_ids"] = torch.cat([torch.arange(length) for length in lengths])
-        sample["document_starts"] = sample["position_ids"] == 0
-        sample["loss_mask"] = torch.ones(LENGTH)
-        sample["loss_mask"][torch.tensor(lengths).cumsum(0) - 1] = 0
-        return sample
 
 
 def gradients(run: Run, batches: list[dict[str, Tensor]]) -> tuple[float, dict[str, Tensor]]:
@@ -88,7 +77,7 @@ MODELS = [("llama", ""), ("gpt2", ""), ("llama", WINDOWED), ("gpt2", WINDOWED), 
 def test_documents_train_as_each_alone(style: str, extra: str) -> None:
     def on_rank() -> Any:
         run = build_run(small_config(style, f"{PLAIN} {FOUR_LAYERS} {FLAGS} {extra}"))
-        samples = [DocumentSamples(LENGTH)[index] for index in range(len(LENGTHS))]
+        samples = [DocumentSamples(LENGTH, LENGTHS)[index] for index in range(len(LENGTHS))]
         together = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
         separate = [part for sample, lengths in zip(samples, LENGTHS, strict=True) for part in alone(sample, lengths)]
         whole = {key: value for key, value in together.items() if key != "document_starts"}
@@ -102,17 +91,22 @@ def test_documents_train_as_each_alone(style: str, extra: str) -> None:
     assert abs(whole[0] - separate[0]) > 1e-3  # without borders the loss is another
 
 
-def losses(extra: str, world_size: int) -> list[float]:
-    """Losses of three steps on documents."""
+def losses(extra: str, world_size: int, comm_type: str = "") -> list[float]:
+    """Losses of three steps on documents.
+
+    Args:
+        comm_type: attention as on Transformer Engine with this `--cp-comm-type`, by a kernel of torch.
+    """
 
     def on_rank() -> list[float]:
         style = "latent" if LATENT in extra else "llama"
         config = small_config(style, f"{FLAGS} --micro-batch-size 2 {extra}", world_size)
         run = build_run(config)
-        samples = DocumentSamples(LENGTH)
+        samples = DocumentSamples(LENGTH, LENGTHS)
         run = dataclasses.replace(run, datasets=(samples, samples, None))
         batches = build_batches(run, samples, 0, 3 * run.global_batch_size, num_workers=0)
-        return [train_step(run, batches, Progress(step, step * run.global_batch_size)).loss for step in range(3)]
+        with packed_attention(comm_type) if comm_type else nullcontext():
+            return [train_step(run, batches, Progress(step, step * run.global_batch_size)).loss for step in range(3)]
 
     return run_ranks(world_size, on_rank)[-1]
 
@@ -129,6 +123,26 @@ def test_every_layout_sees_the_documents(name: str, one_rank: list[float]) -> No
     precision = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise" if is_quantized else PLAIN
     found = losses(f"{precision} {FOUR_LAYERS} {extra}", world_size)
     assert found == pytest.approx(one_rank, rel=1e-2 if is_quantized else 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("layout", "comm_type", "model"),
+    [
+        ("", "p2p", ""),
+        ("", "p2p", LATENT),
+        ("context of 2", "p2p", ""),
+        ("context of 2", "a2a", ""),
+        ("context of 2", "p2p", LATENT),
+        ("context of 2, tensor and sequence", "p2p", ""),
+        ("context of 2, tensor and sequence", "a2a", LATENT),
+        ("context of 2, recompute", "p2p", ""),
+    ],
+)
+def test_packed_documents_on_every_layout(layout: str, comm_type: str, model: str, one_rank: list[float]) -> None:
+    expected = losses(f"{PLAIN} {FOUR_LAYERS} {model}", 1) if model else one_rank
+    extra, world_size = LAYOUTS.get(layout, ("", 1))
+    found = losses(f"{PLAIN} {FOUR_LAYERS} {model} {extra}", world_size, comm_type)
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("model", [MTP, LATENT], ids=["multi-token prediction", "latent attention"])
@@ -149,7 +163,8 @@ FROZEN = {
 
 @pytest.mark.parametrize("recipe", FROZEN)
 @pytest.mark.parametrize("layout", ["", "--context-parallel-size 2"])
-def test_other_documents_change_no_bit(recipe: str, layout: str) -> None:
+@pytest.mark.parametrize("comm_type", ["", "p2p", "a2a"])
+def test_other_documents_change_no_bit(recipe: str, layout: str, comm_type: str) -> None:
     """Where scales are fixed, or those of single tokens."""
     world_size = 2 if layout else 1
 
@@ -158,7 +173,7 @@ def test_other_documents_change_no_bit(recipe: str, layout: str) -> None:
         run = build_run(small_config("llama", f"{flags} --moe-ffn-hidden-size 64 {layout}", world_size))
         (chunk,) = run.training_state.chunks
         chunk.eval()
-        sample = DocumentSamples(LENGTH)[2]  # documents of 16, 9 and 7 tokens
+        sample = DocumentSamples(LENGTH, LENGTHS)[2]  # documents of 16, 9 and 7 tokens
         found = []
         for change in (0, 7):
             tokens = sample["tokens"].clone()
@@ -168,7 +183,7 @@ def test_other_documents_change_no_bit(recipe: str, layout: str) -> None:
             ends = document_ends(batch["document_starts"])
             if world_size > 1:
                 batch = split_over_context(batch)
-            with torch.no_grad():
+            with torch.no_grad(), packed_attention(comm_type) if comm_type else nullcontext():
                 losses = chunk(batch["tokens"], batch["position_ids"], ends, labels=batch["labels"])
             places = torch.arange(LENGTH)[None]
             here = split_over_context({"tokens": places})["tokens"] if world_size > 1 else places

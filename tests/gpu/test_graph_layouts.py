@@ -35,6 +35,8 @@ INTERLEAVED = f"{PP2} --num-layers 4 --num-virtual-stages-per-pipeline-rank 2 --
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 PP4, TP2 = "--pipeline-model-parallel-size 4 --num-layers 4", "--tensor-model-parallel-size 2 --sequence-parallel"
 DELAYED, FUSER = RECIPES["delayed"], "--use-transformer-engine-op-fuser"
+# Mock documents have 2,048 tokens, on average. cuDNN's deterministic kernels take memory for documents x length^2.
+DOCUMENTS = "--reset-attention-mask --eod-mask-loss --seq-length 1024"
 EMULATED = "--transformer-impl emulated"
 STATISTICS = "--fp8-log-interval 2 --fp8-what-if mxfp8,nvfp4"
 CODES = "--overlap-grad-reduce --overlap-param-gather --grad-reduce-in-fp8"
@@ -50,6 +52,8 @@ LAYOUTS = {
     "context bf16": (2, CP2),
     "context delayed": (2, f"{CP2} {DELAYED}"),
     "context fused delayed": (2, f"{CP2} {DELAYED} {FUSER}"),
+    "context documents bf16": (2, f"{CP2} {DOCUMENTS}"),
+    "context exchanged documents bf16": (2, f"{CP2} --cp-comm-type a2a {DOCUMENTS}"),
     "data statistics delayed": (2, f"{DELAYED} {STATISTICS}"),
     "tensor statistics tensorwise": (2, f"{TP2} {RECIPES['tensorwise']} {STATISTICS}"),
     "pipeline statistics delayed": (2, f"{PP2} {DELAYED} {STATISTICS}"),

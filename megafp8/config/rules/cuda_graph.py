@@ -46,6 +46,7 @@ def _settings_without_default_graph(config: RunConfig) -> Iterator[tuple[str, st
         (is_interleaved(config), "virtual pipeline stages", "their graph has been tested in BF16 on two GPUs only"),
         (context > 2, flag, untested),
         (context == 2 and messages != "p2p", f"{flag} with --cp-comm-type {messages}", untested),
+        (context == 2 and config.data.reset_attention_mask, f"{flag} with --reset-attention-mask", untested),
         (context == 2 and has_other_ranks, f"{flag} with tensor- or pipeline-parallel ranks", untested),
         (parallel.use_torch_fsdp2, "--use-torch-fsdp2", fsdp2),
     )
@@ -109,12 +110,6 @@ def _host_problems(config: RunConfig) -> Checks:
         "use --use-distributed-optimizer or --use-torch-fsdp2, Adam, FP32 master weights, no loss scale and "
         "no tensor-parallel ranks beside expert-parallel ones",
     )
-    yield (
-        config.data.reset_attention_mask,
-        "--reset-attention-mask",
-        "the number of documents differs between batches, but shapes in a CUDA graph are fixed",
-        "remove it",
-    )
     for flag, given in (
         ("--rampup-batch-size", bool(training.rampup_batch_size)),
         ("--step-batch-size-schedule", bool(training.step_batch_size_schedule)),
@@ -152,7 +147,7 @@ def _expert_problems(config: RunConfig) -> Checks:
 def _rank_problems(config: RunConfig) -> Checks:
     """Communication between ranks."""
     parallel, tensor = config.parallel, config.parallel.tensor_model_parallel_size
-    is_ring = parallel.context_parallel_size > 2 and "p2p" in parallel.cp_comm_type
+    is_ring = parallel.context_parallel_size > 2 and "p2p" in derived.cp_exchange(config)
     for are_separate, what, fix in (
         (is_interleaved(config), "virtual pipeline stages", "leave out the virtual stages"),
         (is_ring, f"--context-parallel-size {parallel.context_parallel_size}", "use --cp-comm-type allgather or a2a"),
@@ -218,7 +213,9 @@ def cuda_graph_has_warmup_steps(config: RunConfig, world_size: int) -> Iterator[
 
 def evaluation_graph_problems(config: RunConfig) -> Iterator[str]:
     """The flags with which the forward passes of an evaluation are no CUDA graph."""
-    flags = ("--pipeline-model-parallel-size VALUE", "--use-torch-fsdp2", "--num-experts VALUE")
+    flags = (
+        "--pipeline-model-parallel-size VALUE", "--use-torch-fsdp2", "--num-experts VALUE", "--reset-attention-mask"
+    )  # fmt: skip
     return iter(given_flags(config, flags).values())
 
 
@@ -228,6 +225,6 @@ def cuda_graph_of_evaluations_is_possible(config: RunConfig, world_size: int) ->
         return
     for flag in evaluation_graph_problems(config):
         yield (
-            f"--cuda-graph-evaluation with {flag}: such graphs have run only for one stage of dense layers, and "
-            "without FSDP2; remove the former"
+            f"--cuda-graph-evaluation with {flag}: such graphs have run only for one stage of dense layers, without "
+            "FSDP2 and without --reset-attention-mask; remove the former"
         )

@@ -243,6 +243,12 @@ def _unused_setting_warnings(config: RunConfig, implementation: LayerBackend) ->
             f"--attention-logit-softcapping {model.attention_logit_softcapping:g}: Transformer Engine has none, so "
             "attention is computed by torch; its memory grows with the square of --seq-length"
         )
+    has_te_ranks = parallel.context_parallel_size > 1 and not implementation.has_torch_attention
+    if has_te_ranks and derived.cp_exchange(config) != parallel.cp_comm_type:
+        yield (
+            f"--cp-comm-type {parallel.cp_comm_type} with --reset-attention-mask: keys and values are all-gathered in "
+            "place of the ring, which would need padded documents; --cp-comm-type a2a exchanges heads"
+        )
     if parallel.cp_comm_type != "p2p" and implementation.has_torch_attention and parallel.context_parallel_size > 1:
         yield (
             f"--cp-comm-type {parallel.cp_comm_type} has no effect: the {implementation} layers always all-gather keys "

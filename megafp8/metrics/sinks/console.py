@@ -223,7 +223,7 @@ def describe_steps(
         "" if last.joules_per_token is None else f"{last.joules_per_token:.3g} J/token",
         "" if last.watts_per_device is None else f"{last.watts_per_device:.0f} W per device",
         f"{num_skipped} skipped" if num_skipped else "",
-        f"{num_repeated} computed twice: experts got more tokens" if num_repeated else "",
+        f"{num_repeated} computed twice" if num_repeated else "",
     ]
     return " | ".join(filter(None, parts))
 

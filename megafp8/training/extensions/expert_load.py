@@ -23,7 +23,7 @@ from megafp8.models.grouped_moe import GroupedExperts
 from megafp8.training.extension import Extension, LoopState
 from megafp8.training.run import Run, suggestion_case
 from megafp8.training.step import StepResult
-from megafp8.training.step_parts import ExpertRoom
+from megafp8.training.step_parts import RepeatedStep
 
 NUM_SUMS = 8
 """Of a layer, besides the tokens of each expert."""
@@ -113,7 +113,7 @@ class ExpertLoads(Extension):
         num_layers = model.num_layers + multi_token.num_depths(model)
         self.sums = torch.zeros(num_layers, model.num_experts + NUM_SUMS, dtype=torch.float64, device=device)
         for part in state.run.parts:
-            if isinstance(part, ExpertRoom):
+            if isinstance(part, RepeatedStep):
                 part.counted.append(self.sums)
         rows, num_copies = self.sums.unbind(), expert_tensor_size(config.parallel)
         routers = [layer.router for layer in self.layers]

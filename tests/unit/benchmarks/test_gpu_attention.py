@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,23 @@ def test_torch_attention_is_causal_and_grouped() -> None:
     torch.testing.assert_close(whole[:8], half)
     assert gpu_attention.relative_error(whole[:, :1].detach(), inputs.expected()) < 1e-2
     assert gpu_attention.relative_error(whole[:, 1:].detach(), inputs.expected()) > 0.1
+
+
+def test_documents_have_the_flops_of_each() -> None:
+    shape = replace(SMALL, ends=(0, 4, 16, 32))
+    assert shape.forward_flops == 2 * 4 * 8 * (4**2 + 12**2 + 16**2)
+    assert SMALL.forward_flops == 2 * 4 * 8 * 2 * 16**2
+    inputs = Inputs(shape, torch.device("cpu"))
+    first = [x[:4, :1].float() for x in (inputs.query, inputs.key, inputs.value)]
+    torch.testing.assert_close(inputs.expected()[:4], gpu_attention.sdpa(*first))
+    torch.testing.assert_close(inputs.expected()[4], inputs.value[4, 0].float().repeat_interleave(2, 0).view(1, -1))
+
+
+def test_documents_of_a_benchmark_have_room_for_more() -> None:
+    shape = Shape("B", 32768, 1, 32, 8, 128).in_documents(2048)
+    assert shape.ends[0] == 0 and shape.ends[-1] == 32768 and 8 < len(shape.ends) < 32
+    assert shape.with_room("fused")[:2] == ["fused 32 documents", "fused 64 documents"]
+    assert SMALL.in_documents(4).ends.count(16) == 1, "no document has tokens of two sequences"
 
 
 def test_a_backend_without_its_library_is_named() -> None:

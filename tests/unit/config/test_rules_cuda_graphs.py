@@ -35,6 +35,7 @@ def problems(text: str) -> list[str]:
         f"{REQUESTED} --attention-dropout 0.1 --hidden-dropout 0.1",
         f"{REQUESTED} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --context-parallel-size 2",
         f"{REQUESTED} --tensor-model-parallel-size 2 --context-parallel-size 4 --cp-comm-type allgather",
+        f"{REQUESTED} --tensor-model-parallel-size 2 --context-parallel-size 4 --reset-attention-mask",
         f"{REQUESTED} --fp8-format hybrid --fp8-param-gather --fp8-log-interval 100",
     ],
 )

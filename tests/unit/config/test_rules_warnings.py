@@ -10,6 +10,7 @@ from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 
 BF16 = {"precision.bf16": True}
+DOCUMENTS = {"data.reset_attention_mask": True, "data.eod_mask_loss": True}
 TINY = ["--micro-batch-size", "1", "--global-batch-size", "8", "--lr", "1e-3"]
 
 CASES = (
@@ -46,6 +47,11 @@ CASES = (
         "--tiktoken-num-special-tokens 9",
     ),
     ({"parallel.cp_comm_type": "a2a", "parallel.context_parallel_size": 2}, "emulated", "--cp-comm-type a2a"),
+    (
+        {"parallel.context_parallel_size": 2} | DOCUMENTS,
+        "transformer_engine",
+        "--cp-comm-type p2p with --reset-attention-mask: keys and values are all-gathered",
+    ),
     ({"optimizer.initial_loss_scale": 65536.0, "precision.bf16": True}, "emulated", "--initial-loss-scale 65536"),
     (
         {"optimizer.loss_scale": 8.0, "optimizer.hysteresis": 1, "precision.fp16": True},
@@ -69,6 +75,9 @@ def test_a_setting_without_effect_gives_a_warning(values: dict, implementation: 
         ({"data.tiktoken_pattern": "v2", "data.tokenizer_type": "TikTokenizer"}, "emulated"),
         ({"optimizer.initial_loss_scale": 65536.0, "precision.fp16": True}, "emulated"),
         ({"parallel.cp_comm_type": "a2a", "parallel.context_parallel_size": 2}, "transformer_engine"),
+        ({"parallel.cp_comm_type": "a2a", "parallel.context_parallel_size": 2} | DOCUMENTS, "transformer_engine"),
+        ({"parallel.context_parallel_size": 2} | DOCUMENTS, "emulated"),
+        (DOCUMENTS, "transformer_engine"),
     ],
 )
 def test_an_effective_setting_gives_no_warning(values: dict, implementation: str) -> None:

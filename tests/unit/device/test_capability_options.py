@@ -9,7 +9,7 @@ import pytest
 from device_targets import CPU, H200, WITHOUT_TE, fp8, only_problem
 
 from megafp8.config.layer_backends import EMULATED
-from megafp8.config.schema import ModelConfig, ParallelConfig, PrecisionConfig, RunConfig
+from megafp8.config.schema import DataConfig, ModelConfig, ParallelConfig, PrecisionConfig, RunConfig
 from megafp8.config.settings import with_values
 from megafp8.device import capability
 from megafp8.device.capability import Target, capability_problems
@@ -82,6 +82,28 @@ def test_windows_and_offsets_limit_context_parallel_communication() -> None:
         problems = capability_problems(config, H200)
         assert bool(problems) is not is_known and all("--cp-comm-type" in problem for problem in problems)
         assert capability_problems(config, CPU) == []  # its layers gather keys and values
+
+
+def test_documents_limit_context_parallel_communication_in_another_way() -> None:
+    window, offsets, dropout = {"window_size": "127,0"}, {"softmax_type": "learnable"}, {"attention_dropout": 0.1}
+    cases: tuple[tuple[dict[str, Any], str, str], ...] = (
+        ({}, "p2p", ""),
+        (window, "p2p", ""),
+        (offsets, "p2p", ""),
+        ({"multi_latent_attention": True}, "a2a", ""),
+        (dropout, "a2a", ""),
+        ({}, "a2a+p2p", "p2p or allgather or a2a, not a2a+p2p"),
+        (offsets, "a2a", "--reset-attention-mask and --softmax-type learnable with --context-parallel-size 2"),
+        (dropout, "allgather", "--reset-attention-mask and --attention-dropout 0.1 with --context-parallel-size 2"),
+    )
+    for options, kind, problem in cases:
+        config = RunConfig(
+            model=ModelConfig(**{"attention_dropout": 0.0} | options),
+            data=DataConfig(reset_attention_mask=True),
+            parallel=ParallelConfig(context_parallel_size=2, cp_comm_type=kind),
+        )
+        problems = capability_problems(config, H200)
+        assert [problem in each for each in problems] == [True] * bool(problem), (kind, problems)
 
 
 def test_transformer_engines_loss_works_with_emulated_layers() -> None:

@@ -19,7 +19,8 @@ cpu_patches.install()
 from megatron.core.transformer.enums import AttnMaskType
 
 from megafp8.mcore.process_groups import split_over_context
-from megafp8.models.attention import CausalAttention, zigzag_positions
+from megafp8.mcore.zigzag import zigzag_positions
+from megafp8.models.attention import CausalAttention
 
 LENGTH, BATCH, HEADS, CHANNELS = 16, 2, 4, 8
 # Sums of a few dozen FP32 products in another order.

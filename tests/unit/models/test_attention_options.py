@@ -18,7 +18,8 @@ cpu_patches.install()
 
 from megatron.core.transformer.enums import AttnMaskType
 
-from megafp8.models.attention import CausalAttention, document_numbers, zigzag_positions
+from megafp8.mcore.zigzag import zigzag_positions
+from megafp8.models.attention import CausalAttention, document_numbers
 
 LENGTH, BATCH, HEADS, GROUPS, CHANNELS = 16, 2, 4, 2, 8
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}

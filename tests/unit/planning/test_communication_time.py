@@ -136,6 +136,13 @@ def test_context_parallel_bytes(kind, forward, backward):
     assert num_bytes == (forward + backward) * keys_and_values / (2 if kind == "a2a" else 1)
 
 
+def test_documents_have_no_ring():
+    context = {"parallel.context_parallel_size": 4, "parallel.cp_comm_type": "p2p"}
+    gathered = communication.context_parallel_traffic(run_of(context | {"parallel.cp_comm_type": "allgather"}))
+    assert communication.context_parallel_traffic(run_of(context | {"data.reset_attention_mask": True})) == gathered
+    assert communication.context_parallel_traffic(run_of(context)) != gathered
+
+
 def test_reductions_hide_behind_the_backward_pass():
     def exposed(**changes):
         run = run_of({name.replace("__", "."): value for name, value in changes.items()})

@@ -181,7 +181,7 @@ def test_impossible_plans_are_refused_with_the_reason(text, gpu, problem):
 @pytest.mark.parametrize(
     ("text", "gpus", "problem"),
     [
-        ("--cuda-graph-impl local --reset-attention-mask", 8, "--reset-attention-mask with"),
+        ("--cuda-graph-impl local --mtp-num-layers 1", 8, "--mtp-num-layers 1 with"),
         ("--tensor-model-parallel-size 0", 8, "--tensor-model-parallel-size 0 must be at least 1"),
         ("--num-layers 0", 8, "--num-layers 0 must be at least 1"),
         ("--num-layers 9000", 8, "at most 4,096"),

@@ -16,18 +16,20 @@ from megafp8.resources import automatic
 TENSORWISE = "--fp8-format hybrid --fp8-recipe tensorwise"
 
 STAGES = "--pipeline-model-parallel-size 2"
+DOCUMENTS = "--reset-attention-mask --eod-mask-loss"
 FSDP2 = "--use-torch-fsdp2 --no-gradient-accumulation-fusion"
 
 
-@pytest.mark.parametrize("extra", [STAGES, "--recompute-activations", "--attention-dropout 0.1"])
+@pytest.mark.parametrize("extra", [STAGES, "--recompute-activations", "--attention-dropout 0.1", DOCUMENTS])
 def test_graphs_that_ran_on_two_gpus_are_chosen(extra: str) -> None:
     assert chosen(f"{DELAYED} {extra}", world_size=2)["--cuda-graph-impl"] == "local"
 
 
 def test_evaluations_are_a_graph_where_gpus_have_run_them() -> None:
     assert chosen(DELAYED)["--cuda-graph-evaluation"] == "on"
-    for extra, world_size in (("", 2), ("--cuda-graph-impl none", 1), ("--no-cuda-graph-evaluation", 1), (MIXTURE, 1)):
-        assert "--cuda-graph-evaluation" not in chosen(f"{DELAYED} {extra}", world_size=world_size)
+    assert "--cuda-graph-evaluation" not in chosen(DELAYED, world_size=2)
+    for extra in ("--cuda-graph-impl none", "--no-cuda-graph-evaluation", MIXTURE, DOCUMENTS):
+        assert "--cuda-graph-evaluation" not in chosen(f"{DELAYED} {extra}", world_size=1)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +79,14 @@ def test_a_mixture_is_a_graph_where_its_experts_run_in_one_launch_and_memory_is_
         (
             "--context-parallel-size 2 --cp-comm-type a2a",
             "--context-parallel-size 2 with --cp-comm-type a2a: its graph has not been tested",
+        ),
+        (
+            f"--context-parallel-size 2 {DOCUMENTS}",
+            "--context-parallel-size 2 with --reset-attention-mask: its graph has not been tested",
+        ),
+        (
+            f"--transformer-impl emulated {DOCUMENTS}",
+            "--transformer-impl emulated with --reset-attention-mask: its graph has not been tested",
         ),
         ("--no-use-distributed-optimizer", "no --use-distributed-optimizer: CUDA graphs need the one-pass optimizer"),
         (

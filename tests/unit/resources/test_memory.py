@@ -91,6 +91,18 @@ def test_full_recompute_keeps_the_input_of_each_layer():
     assert estimate_memory(in_block, 1, 1024).activations_bytes == 8 * 2 * SBH + layer.total
 
 
+def test_keys_that_ranks_gather_are_saved_up_to_the_end_of_each_piece():
+    def attention(kind, implementation=TRANSFORMER_ENGINE):
+        config = config_of(
+            data__reset_attention_mask=True, parallel__context_parallel_size=4, parallel__cp_comm_type=kind
+        )
+        return layer_activations(config, implementation=implementation).attention
+
+    own = 2 * 2 * SBH / 4  # keys and values of a rank's two of eight pieces; of a rank with pieces 1 and 6, 2 + 7
+    assert attention("p2p") - attention("a2a") == own / 2 * 9 - own
+    assert attention("p2p", EMULATED) == attention("a2a", EMULATED)
+
+
 def test_flash_attention_saves_no_score_matrix():
     flash = layer_activations(config_of(precision__attention_backend="flash"))
     assert flash.core_attention == 128 * 4 * 8 * 4

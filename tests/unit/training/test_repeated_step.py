@@ -14,12 +14,14 @@ from small_run import Curve, SourceSamples, build_run, fingerprint, small_config
 from torch import Tensor
 
 from megafp8.checkpoint.progress import Progress
-from megafp8.models.peer_exchange import LoadRoom
+from megafp8.config.settings import with_values
+from megafp8.models.graph_room import GraphRoom
+from megafp8.models.peer_exchange import load_room
 from megafp8.training.cuda_graph import Batches, EagerPasses, StepHooks
 from megafp8.training.evaluation import build_batches
 from megafp8.training.run import Run
 from megafp8.training.step import train_step
-from megafp8.training.step_parts import ExpertRoom
+from megafp8.training.step_parts import AmaxHistories, RepeatedStep, state_parts
 
 STEPS, REPEATED = 4, 2
 DELAYED = (
@@ -37,7 +39,7 @@ class ShortReplays(EagerPasses):
 
     has_graphs = True
 
-    def __init__(self, room: LoadRoom) -> None:
+    def __init__(self, room: GraphRoom) -> None:
         self.room, self.number, self.taken = room, 0, list[dict[str, Tensor]]()
 
     def run(self, forward_backward: Any, batches: Batches, num_microbatches: int, step_hooks: Any = ()) -> Any:
@@ -58,9 +60,10 @@ def trained(flags: str, is_short: bool) -> tuple[Curve, str]:
     counted, restarts = torch.ones(2), list[str]()
     hooks = StepHooks(nullcontext, restart=lambda: restarts.append("statistics"))
     if is_short:
-        room = ExpertRoom(LoadRoom(torch.device("cpu")))
-        room.counted.append(counted)
-        run = dataclasses.replace(run, parts=(*run.parts, room), graph=ShortReplays(room.room))
+        room = load_room(torch.device("cpu"))
+        part = RepeatedStep([room])
+        part.counted.append(counted)
+        run = dataclasses.replace(run, parts=(*run.parts, part), graph=ShortReplays(room))
     batch = run.global_batch_size
     batches = build_batches(run, SourceSamples(run.config.data.seq_length), 0, STEPS * batch, num_workers=0)
     progress = [Progress(step, step * batch) for step in range(STEPS)]
@@ -77,11 +80,27 @@ def test_a_repeated_step_leaves_no_trace(flags: str) -> None:
     assert run_ranks(1, trained, flags, True) == run_ranks(1, trained, flags, False)
 
 
+def test_graphs_with_documents_may_be_repeated() -> None:
+    def rooms(graph: str) -> list[bool]:
+        run = build_run(
+            small_config("llama", f"{DELAYED} --reset-attention-mask --eod-mask-loss --max-skipped-steps 0")
+        )
+        config = with_values(run.config, {"training.cuda_graph_impl": graph})
+        state, room = run.training_state, run.documents_room
+        parts = list(state_parts(config, state, run.implementation, torch.device("cpu"), True, room))
+        (histories,) = (part for part in parts if isinstance(part, AmaxHistories))
+        repeated = [part for part in parts if isinstance(part, RepeatedStep)]
+        return [histories.can_skip, *(part.rooms == [room] for part in repeated)]
+
+    assert run_ranks(1, rooms, "local") == [[True, True]]
+    assert run_ranks(1, rooms, "none") == [[False]]
+
+
 def test_a_graph_has_more_rows_than_any_load_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    room = LoadRoom(torch.device("cpu"))
+    room = load_room(torch.device("cpu"))
     needed = torch.tensor([1000], dtype=torch.int32)
-    assert room.num_rows(needed, worst=5000) == 1024  # complete tiles
-    assert room.num_rows(torch.tensor([0], dtype=torch.int32), worst=5000) == 128
+    assert room.size(needed, worst=5000) == 1024  # complete tiles
+    assert room.size(torch.tensor([0], dtype=torch.int32), worst=5000) == 128
 
     class OnDevice:
         is_cuda = True
@@ -94,6 +113,6 @@ def test_a_graph_has_more_rows_than_any_load_before_it(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     for load, overflows in ((1200, 0), (1281, 1), (1280, 1)):
-        assert room.num_rows(OnDevice(load), worst=5000) == 1280  # type: ignore[arg-type]
+        assert room.size(OnDevice(load), worst=5000) == 1280  # type: ignore[arg-type]
         assert room.overflows.item() == overflows
-    assert room.num_rows(OnDevice(1), worst=640) == 640  # type: ignore[arg-type]
+    assert room.size(OnDevice(1), worst=640) == 640  # type: ignore[arg-type]

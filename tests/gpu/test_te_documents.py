@@ -1,0 +1,137 @@
+"""Attention within documents by Transformer Engine's kernels: losses, CUDA graphs, and two context-parallel ranks."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from requirements import require_transformer_engine
+
+pytestmark = pytest.mark.gpu
+require_transformer_engine()
+
+from gpu_runs import RECIPES, check_graph_equals_launched_kernels, gap, gpu_curve, gpu_run
+from gpu_sizes import SIZES
+from packed_kernel import each_document
+from side_by_side import End, Launch, run_all, run_folder
+from small_run import DocumentSamples
+from torch import Tensor
+
+from megafp8.analysis.runs import load_run
+from megafp8.mcore.zigzag import to_ranks
+from megafp8.models.loss import document_ends
+from megafp8.te import packed_sequences
+from megafp8.te.attention import DocumentAttention
+from megafp8.te.packed_sequences import attend_gathered, attend_packed
+
+STEPS = 6  # documents are short from the fourth on
+DOCUMENTS = "--reset-attention-mask --eod-mask-loss"
+LATENT = (
+    "--multi-latent-attention --q-lora-rank 64 --kv-lora-rank 64 --qk-head-dim 64 --qk-pos-emb-head-dim 32 "
+    "--v-head-dim 64"
+)
+GROUPED = "--group-query-attention --num-query-groups 2"
+MODELS = {"plain": "", "grouped queries": GROUPED, "latent": LATENT, "windows": "--window-size 24,0"}
+CLOSE = {"bf16": 2e-3, "tensorwise": 5e-3}  # as in test_te_attention_options.py
+curve = functools.partial(gpu_curve, num_steps=STEPS)
+
+
+@pytest.mark.parametrize("recipe", CLOSE)
+@pytest.mark.parametrize("name", MODELS)
+def test_documents_train_as_with_emulated_layers(name: str, recipe: str) -> None:
+    flags = f"{RECIPES[recipe]} {MODELS[name]} {DOCUMENTS}"
+    found = gap(curve(flags), curve(f"{flags} --transformer-impl emulated"))
+    print(f"\n{name}, {recipe}: gap {found:.2e}")
+    assert found < CLOSE[recipe]
+
+
+@pytest.mark.parametrize("extra", ["", RECIPES["delayed"], LATENT])
+def test_a_graph_with_documents_equals_launched_kernels(extra: str) -> None:
+    """In the fourth step, after the capture, there are more documents than the graph has room for: it is repeated."""
+    check_graph_equals_launched_kernels(f"{extra} {DOCUMENTS}")
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_kernels_of_packed_documents(size: int, name: str) -> None:
+    """Each rank's queries with the keys of all ranks, forward and backward, on one GPU."""
+    starts = torch.stack([DocumentSamples(256)[index]["document_starts"] for index in (0, 30)]).cuda()
+    ends, window = document_ends(starts, 128), 24 if name == "windows" else None
+    with gpu_run(f"{MODELS[name]} {DOCUMENTS} --micro-batch-size 2") as run:
+        modules = run.training_state.chunks[0].modules()
+        kernel = next(module for module in modules if isinstance(module, DocumentAttention))
+        groups, heads = kernel.num_gqa_groups_per_partition, kernel.num_attention_heads
+        channels, value_channels = kernel.hidden_size_per_attention_head_k, kernel.hidden_size_per_attention_head_v
+        shapes = ((heads, channels), (groups, channels), (groups, value_channels), (heads * value_channels,))
+        generator = torch.Generator("cuda").manual_seed(1)
+        inputs = [torch.randn(256, 2, *shape, generator=generator, device="cuda").bfloat16() for shape in shapes]
+
+        def result(attend: Any, dtype: torch.dtype) -> list[Tensor]:
+            *leaves, weights = (x.to(dtype) for x in inputs)
+            leaves = [leaf.requires_grad_() for leaf in leaves]
+            if size == 1:
+                output = attend_packed(attend, *leaves, ends)
+            else:
+                query, key, value = (to_ranks(leaf, size) for leaf in leaves)
+                weights, outputs = to_ranks(weights, size).flatten(0, 1), []
+                with patch.object(packed_sequences, "gathered", lambda group, tensor: tensor):
+                    for rank in range(size):
+                        group: Any = SimpleNamespace(size=lambda: size, rank=lambda rank=rank: rank)
+                        keys, values = key.flatten(0, 1), value.flatten(0, 1)
+                        outputs.append(attend_gathered(attend, query[rank], keys, values, ends, group))
+                output = torch.cat(outputs)
+            (output * weights).sum().backward()
+            return [output.detach(), *(leaf.grad for leaf in leaves)]  # type: ignore[misc]
+
+        scale = kernel.softmax_scale
+        expected = result(functools.partial(each_document, scale=scale, window=window), torch.float32)
+        found = result(kernel.attend, torch.bfloat16)
+    errors = [
+        ((a.float() - b).abs().max() / b.abs().max()).item() for a, b in zip(found, expected, strict=True)
+    ]  # fmt: skip
+    print(f"\n{name}, {size} ranks: output, queries, keys, values {errors}")
+    assert all(error < 2e-2 for error in errors)
+
+
+CONTEXT = (
+    f"{SIZES} --bf16 --seq-length 4096 --micro-batch-size 2 --train-iters {STEPS} --eval-iters 0 --no-save-optim "
+    "--no-save-rng --log-interval 1 --cuda-graph-impl none --step-timeout-s 20"
+)
+# Mock documents have 2,048 tokens, on average.
+RUNS = {
+    "whole": (1, ""),
+    "one rank": (1, DOCUMENTS),
+    "gathered": (2, f"{DOCUMENTS} --context-parallel-size 2"),
+    "exchanged": (2, f"{DOCUMENTS} --context-parallel-size 2 --cp-comm-type a2a"),
+    "latent one rank": (1, f"{DOCUMENTS} {LATENT}"),
+    "latent gathered": (2, f"{DOCUMENTS} {LATENT} --context-parallel-size 2"),
+    "latent exchanged": (2, f"{DOCUMENTS} {LATENT} --context-parallel-size 2 --cp-comm-type a2a"),
+}
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    """Of the runs of `RUNS`, by name."""
+    folder = tmp_path_factory.mktemp("documents")
+    launches = [
+        Launch(name=name, num_ranks=num_ranks, flags=f"{CONTEXT} {flags}", alone=num_ranks > 1)
+        for name, (num_ranks, flags) in RUNS.items()
+    ]
+    ends: dict[str, End] = run_all(folder, launches, torch.cuda.device_count())
+    for name, end in ends.items():
+        assert set(end.statuses) == {0}, f"{name}: {end.output[-4000:]}"
+    return {name: [step.loss for step in load_run(run_folder(Path(folder), name)).steps] for name in ends}
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("name", ["gathered", "exchanged", "latent gathered", "latent exchanged"])
+def test_context_parallel_ranks_follow_one_rank(losses: dict[str, list[float]], name: str) -> None:
+    one = losses["latent one rank" if "latent" in name else "one rank"]
+    print(f"\n{name}: {losses[name]}, one rank: {one}, without borders: {losses['whole']}")
+    assert len(one) == STEPS and losses[name] == pytest.approx(one, rel=1e-3)
+    assert losses["one rank"] != pytest.approx(losses["whole"], rel=1e-3)
