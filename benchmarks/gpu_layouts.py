@@ -142,6 +142,8 @@ def measure(options: argparse.Namespace, task: Task, validated: ValidatedRun, pl
 
 def our_trainer(options: argparse.Namespace, validated: ValidatedRun) -> Trainer:
     """megafp8."""
+    if options.skewed:
+        skew_routing()
     train = gpu_steps.trainer(validated, options.warm_up + options.steps + gpu_profile.PROFILED_STEPS)
 
     def step(number: int) -> Trained:
@@ -149,6 +151,21 @@ def our_trainer(options: argparse.Namespace, validated: ValidatedRun) -> Trainer
         return Trained(result.loss, result.metrics.get("param_gather_bytes"), result.metrics.get("is_repeated", False))
 
     return step
+
+
+def skew_routing() -> None:
+    """Every fourth token has experts of the first half only."""
+    from megafp8.models.router import Router
+
+    plain = Router.gating
+
+    def gating(self: Router, tokens: torch.Tensor) -> torch.Tensor:
+        logits = plain(self, tokens)
+        is_fourth = torch.arange(len(logits), device=logits.device)[:, None, None] % 4 == 0
+        is_second_half = torch.arange(logits.shape[-1], device=logits.device) >= logits.shape[-1] // 2
+        return torch.where(is_fourth & is_second_half, -1e4, logits)
+
+    Router.gating = gating  # type: ignore[method-assign]
 
 
 def peer_trainer(options: argparse.Namespace, task: Task, validated: ValidatedRun, platform: Platform) -> Trainer:
@@ -292,6 +309,7 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser.add_argument("--mode-s", type=float, default=120.0, help="seconds after which a mode is given up")
     parser.add_argument("--profile", action="store_true", help="also tell where the time of rank 0 goes")
     parser.add_argument("--extra", default="", help='more flags for megafp8: --extra="--flag value"')
+    parser.add_argument("--skewed", action="store_true", help="a quarter of the tokens has experts of the first half")
     parser.add_argument("--json", type=Path, help="write a line for each measurement to this file")
     options = parser.parse_args(argv)
     options.layouts = options.layouts or fitting(options.gpus, options.shape)

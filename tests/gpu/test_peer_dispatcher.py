@@ -1,5 +1,6 @@
 """Expert-parallel ranks that write tokens into each other's memory, on two GPUs: the losses of the all-to-all, launched
-and as a CUDA graph; a graph with too few rows; and a rank that dies while the other one waits for it."""
+and as a CUDA graph; a graph with too few rows; a rank that dies or stops while the other one waits for it; and ranks
+that reach each other through sockets only."""
 
 from __future__ import annotations
 
@@ -24,17 +25,26 @@ ROOT = Path(__file__).resolve().parents[2]
 STEPS = 8
 EXPERTS = (
     "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 256 --moe-aux-loss-coeff 0.01 --bf16 "
-    f"--expert-model-parallel-size 2 --train-iters {STEPS} --eval-iters 0 --log-interval 1 --no-save-optim "
-    "--no-save-rng --micro-batch-size 2 --global-batch-size 8 --step-timeout-s 20"
+    f"--expert-model-parallel-size 2 --train-iters {STEPS} --eval-iters 0 --log-interval 1 "
+    "--micro-batch-size 2 --global-batch-size 8 --step-timeout-s 20"
 )
-OF_EXPERTS = {"bf16": ""} | {name: RECIPES[name].replace("hybrid", "e4m3") for name in ("tensorwise", "delayed")}
+OF_EXPERTS = {
+    "bf16": "", "tensorwise": RECIPES["tensorwise"].replace("hybrid", "e4m3"), "delayed": RECIPES["delayed"],
+    "blockwise": RECIPES["blockwise"],
+}  # fmt: skip
 KERNELS = {
     "alltoall": "--moe-token-dispatcher-type alltoall",
     "peer launched": "--moe-token-dispatcher-type peer --cuda-graph-impl none",
     "peer graph": "--moe-token-dispatcher-type peer --cuda-graph-impl local --cuda-graph-warmup-steps 2",
 }
-DEAD = "rank that dies"
-TOLERANCE = {"bf16": 1e-3, "tensorwise": 5e-3, "delayed": 1e-2}  # as those of layouts in test_nccl.py
+DEAD, STOPPED, RESUMED = "rank that dies", "rank that stops", "resumed"
+BY_SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+TOLERANCE = {
+    "bf16": 1e-3,
+    "tensorwise": 5e-3,
+    "delayed": 1e-2,
+    "blockwise": 5e-3,
+}  # as those of layouts in test_nccl.py
 SMALL_ROOM = (
     "import runpy, sys; from megafp8.mcore import cpu_patches; cpu_patches.install(); "
     "import megafp8.models.peer_exchange as peers; peers.PEER_ROOM = 0.7; "
@@ -55,7 +65,12 @@ def ends(folder: Path) -> dict[str, End]:
         for kernels, layout in KERNELS.items()
     ]
     graph = f"{SIZES} {EXPERTS} {KERNELS['peer graph']}"
-    launches.append(Launch(name=DEAD, num_ranks=2, flags=graph, plan="kill:rank=1,step=6,at=step.begin"))
+    saving = f"{graph} --save-interval 4"
+    launches += [
+        Launch(name=DEAD, num_ranks=2, flags=saving, plan="kill:rank=1,step=6,at=step.begin"),
+        Launch(name=STOPPED, num_ranks=2, flags=graph, plan="stop:rank=1,step=6,at=step.begin"),
+        Launch(name=RESUMED, num_ranks=2, flags=f"{saving} --load {run_folder(folder, DEAD)}", after=DEAD),
+    ]
     return run_all(folder, launches, torch.cuda.device_count())
 
 
@@ -73,22 +88,42 @@ def test_peers_train_as_the_all_to_all_does(folder: Path, ends: dict[str, End], 
     assert graph == pytest.approx(launched, rel=1e-4)
 
 
-def test_a_step_with_too_few_rows_is_repeated(folder: Path, ends: dict[str, End]) -> None:
-    """Graphs with fewer rows than any step needs: each step after the warm-up is repeated kernel by kernel."""
-    saved = folder / "small_room"
-    words = f"{SIZES} {EXPERTS} {KERNELS['peer graph']} --save {saved}".split()
+def command(folder: Path, words: str, *program: str, **environment: str) -> list[float]:
+    """Losses of a command of its own."""
     (port,) = free_ports(1)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
+    paths = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
     ended = subprocess.run(
-        [*launcher, "--no-python", sys.executable, "-c", SMALL_ROOM, *words], cwd=ROOT, text=True, capture_output=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}, timeout=120,
+        [*launcher, *program, *words.split(), "--save", folder], cwd=ROOT, text=True, capture_output=True,
+        env=os.environ | {"PYTHONPATH": paths} | environment, timeout=120,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr[-4000:]
-    found = [step.loss for step in load_run(saved).steps]
+    return [step.loss for step in load_run(folder).steps]
+
+
+def test_a_step_with_too_few_rows_is_repeated(folder: Path, ends: dict[str, End]) -> None:
+    """Graphs with fewer rows than any step needs: each step after the warm-up is repeated kernel by kernel."""
+    words = f"{SIZES} {EXPERTS} {KERNELS['peer graph']}"
+    found = command(folder / "small_room", words, "--no-python", sys.executable, "-c", SMALL_ROOM)
     assert found == pytest.approx(losses(folder, ends, "bf16 peer launched"), rel=1e-4)
+    assert sum(step.is_repeated for step in load_run(folder / "small_room").steps) >= STEPS - 3
 
 
-def test_a_rank_that_dies_is_named(ends: dict[str, End]) -> None:
-    end = ends[DEAD]
+def test_ranks_that_reach_each_other_through_sockets_only(folder: Path, ends: dict[str, End]) -> None:
+    """As those of two nodes without a faster network, whose tokens the all-to-all exchanges."""
+    words = f"{SIZES} {EXPERTS} {OF_EXPERTS['tensorwise']} {KERNELS['alltoall']}"
+    found = command(folder / "sockets", words, "pretrain_gpt.py", **BY_SOCKETS)
+    assert found == pytest.approx(losses(folder, ends, "tensorwise alltoall"), rel=1e-6)
+
+
+def test_a_run_resumes_after_a_rank_has_died(folder: Path, ends: dict[str, End]) -> None:
+    """A resumed run begins kernel by kernel again."""
+    unbroken = losses(folder, ends, "bf16 peer graph")
+    assert losses(folder, ends, RESUMED) == pytest.approx(unbroken[4:], rel=1e-4)
+
+
+@pytest.mark.parametrize(("name", "said"), [(DEAD, "has ended"), (STOPPED, "is stopped")])
+def test_a_lost_rank_is_named(ends: dict[str, End], name: str, said: str) -> None:
+    end = ends[name]
     assert 0 not in end.statuses and end.seconds_after_first < 60
-    assert "rank 1 (" in end.output and "has ended" in end.output, end.output[-4000:]
+    assert "rank 1 (" in end.output and said in end.output, end.output[-4000:]

@@ -118,7 +118,7 @@ def test_fp8_that_does_not_pay_gets_a_warning() -> None:
 @pytest.mark.parametrize(
     ("settings", "suggestion"),
     [
-        ({"precision.fp8_recipe": "blockwise"}, "with --fp8-recipe tensorwise all of them run in one launch"),
+        ({"precision.fp8_format": "e5m2"}, "with --fp8-format e4m3 all of them run in one launch"),
         ({"model.moe_ffn_hidden_size": 256}, "more tokens for each expert"),
         ({"parallel.moe_expert_kernels": "te"}, "without --moe-expert-kernels te all of them"),
         ({"model.moe_apply_probs_on_input": True}, "one launch does not support --moe-apply-probs-on-input"),
