@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from megafp8.config import mixture, multi_token, precision_map
+from megafp8.config import derived, mixture, multi_token, precision_map
 from megafp8.config.activations import is_plain_swiglu
 from megafp8.config.precision_map import EXPERTS, MLP_LINEARS, LinearChoice
 from megafp8.config.schema import RunConfig
@@ -35,12 +35,12 @@ def grouped_expert_problems(config: RunConfig) -> Iterator[str]:
     yield from layout_problems(config)
     if model.moe_apply_probs_on_input:
         yield "--moe-apply-probs-on-input"
-    if mixture.has_capacity(model):
-        yield "--moe-expert-capacity-factor"
+    if mixture.has_capacity(model) and model.moe_pad_expert_input_to_capacity:
+        yield "--moe-pad-expert-input-to-capacity"
     if config.precision.fp8_param_gather:
         yield "--fp8-param-gather"
-    if config.training.recompute_granularity is not None:
-        yield "--recompute-granularity"
+    if "moe_act" in derived.recompute_modules(config.training):
+        yield "--recompute-modules moe_act"
     if config.training.fine_grained_activation_offloading:
         yield "--fine-grained-activation-offloading"
     if not config.precision.bf16 or config.precision.fp8_power_2_scale or config.precision.fp8_tensorwise_margin:

@@ -68,6 +68,27 @@ def trained(flags: str, world_size: int, is_stacked: bool, num_steps: int = 3) -
     return curve, fingerprint(weights(run)), states_of(run)
 
 
+@pytest.mark.parametrize("recomputed", [
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "--moe-layer-recompute",
+    "--recompute-granularity selective --recompute-modules core_attn",
+])  # fmt: skip
+@pytest.mark.parametrize(("world_size", "flags"), [(1, ""), (2, EP2)])
+def test_recomputation_changes_no_bit(world_size: int, flags: str, recomputed: str) -> None:
+    plain, again = (run_ranks(world_size, trained, f"{flags} {each}", world_size, True) for each in ("", recomputed))
+    for (curve, hashed, states), (found, found_hash, found_states) in zip(plain, again, strict=True):
+        assert found == curve and found_hash == hashed
+        assert all(torch.equal(found_states[name], state) for name, state in states.items())
+
+
+@pytest.mark.parametrize(("world_size", "flags"), [(1, ""), (2, EP2)])
+def test_a_capacity_drops_the_same_tokens(world_size: int, flags: str) -> None:
+    flags = f"{flags} --moe-expert-capacity-factor 0.5"
+    stacked, linears = (run_ranks(world_size, trained, flags, world_size, each, 2) for each in (True, False))
+    for (curve, _, _), (plain_curve, _, _) in zip(stacked, linears, strict=True):
+        assert curve.losses == pytest.approx(plain_curve.losses, rel=1e-2)
+        assert curve.grad_norms == pytest.approx(plain_curve.grad_norms, rel=2e-2)
+
+
 @pytest.mark.parametrize(("world_size", "flags"), [(1, ""), (1, HYBRID), (2, EP2)])
 def test_scales_are_those_of_emulated_linears(world_size: int, flags: str) -> None:
     """Those of weights, and of the tokens of the first layer, to the bit. The others follow from results that the

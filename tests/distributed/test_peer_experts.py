@@ -39,3 +39,17 @@ def test_peers_train_as_the_all_to_all_does(flags: str) -> None:
     assert num_layers > 0 and none == 0
     assert peers.losses == pytest.approx(exchanged.losses, rel=2e-3)
     assert peers.grad_norms == pytest.approx(exchanged.grad_norms, rel=2e-2)
+
+
+@pytest.mark.parametrize(
+    "flags", ["--moe-layer-recompute", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"]
+)
+def test_peers_recompute_to_the_bit(flags: str) -> None:
+    recomputed, plain = (run_ranks(2, trained, each, "peer", timeout_s=280.0)[0][0] for each in (flags, ""))
+    assert recomputed == plain
+
+
+def test_peers_drop_the_tokens_of_the_all_to_all() -> None:
+    flags = "--moe-expert-capacity-factor 0.5"
+    peers, exchanged = (run_ranks(2, trained, flags, each, timeout_s=280.0)[0][0] for each in ("peer", "alltoall"))
+    assert peers.losses == pytest.approx(exchanged.losses, rel=2e-3)

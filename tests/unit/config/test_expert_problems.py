@@ -65,7 +65,11 @@ FORMAT = "with --fp8-format e4m3 all of them run in one launch"
             "transformer_engine",
             "with --moe-token-dispatcher-type alltoall",
         ),
-        (f"{DELAYED} --recompute-granularity full", "transformer_engine", "does not support --recompute-granularity"),
+        (
+            f"{DELAYED} --moe-apply-probs-on-input --moe-router-topk 1",
+            "transformer_engine",
+            "does not support --moe-apply-probs-on-input",
+        ),
         (ROWWISE, "emulated", "with --moe-expert-kernels triton all of them run in one launch"),
         (f"{ROWWISE} {TRITON}", "emulated", None),
         ("", "local", "--transformer-impl auto may run them in one launch"),

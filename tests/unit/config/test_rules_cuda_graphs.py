@@ -96,7 +96,11 @@ EP2 = "--expert-model-parallel-size 2"
             "use --fp8-format e4m3, or",
         ),
         ("--fp8-format e4m3 --fp8-recipe mxfp8", "experts in another precision than", "change that, or use"),
-        ("--moe-expert-capacity-factor 1", "--moe-expert-capacity-factor with", "change that, or use"),
+        (
+            "--moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity",
+            "--moe-pad-expert-input-to-capacity with",
+            "change that, or use",
+        ),
         (f"{EP2} --fp8-format hybrid", "--expert-model-parallel-size 2 with", "of a node, or use"),
         (f"{TENSOR} --expert-tensor-parallel-size 1", "--expert-tensor-parallel-size 1 with", "of a node, or use"),
     ],

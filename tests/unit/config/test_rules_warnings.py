@@ -164,7 +164,7 @@ def test_none_resets_a_setting_of_a_file(tmp_path) -> None:
     ("words", "world_size"),
     [
         ("--moe-router-topk 1 --moe-router-pre-softmax --moe-apply-probs-on-input", 1),
-        ("--moe-expert-capacity-factor 1", 1),
+        ("--moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity", 1),
         ("--expert-model-parallel-size 2", 2),
     ],
 )
