@@ -16,11 +16,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from megafp8.kernels.expert_wgrad import BLOCKS, BLOCKS_TILE, GROUP_SIZE_M, PRECISE_TILE, ROWS, TENSORS, Tile
 from megafp8.kernels.routed_rows import RoutedRows
 
-LONG_SUM = 4096
-"""From so many products in a sum on, large tiles pay: they read each operand less often. In shorter sums storing the
-results takes a larger part, and two small programs of a multiprocessor hide it from each other."""
+WIDE = 16384
+"""From so many results of a row on, large tiles pay: they read each operand less often. In narrower ones two small
+programs of a multiprocessor hide the stores of their results from each other."""
 TILES = Tile(128, 128, 128, 4, 3), Tile(128, 256, 128, 8, 3)
-"""For short and for long sums."""
+"""For narrow and for wide results."""
 
 
 @triton.jit
@@ -90,7 +90,7 @@ def product(
     """
     num_experts, width, length = weights.shape
     kind = weights_scale_inv.dim() - 1
-    tile = BLOCKS_TILE if kind == BLOCKS.value else TILES[length >= LONG_SUM] if is_fast else PRECISE_TILE
+    tile = BLOCKS_TILE if kind == BLOCKS.value else TILES[width >= WIDE] if is_fast else PRECISE_TILE
     results = inputs.new_empty(len(inputs), width, dtype=torch.bfloat16)
     _product_kernel[(num_programs(tile, inputs.device),)](
         TensorDescriptor.from_tensor(inputs, [tile.block_m, tile.block_k]),

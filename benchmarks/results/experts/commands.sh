@@ -19,3 +19,11 @@ torchrun --nproc-per-node 2 pretrain_gpt.py --model-preset mixtral-8x7b --num-la
     --vocab-size 50303 --num-workers 2 --lr 3e-5 --lr-decay-style constant --weight-decay 0.1 --adam-beta2 0.95 --bf16 \
     --fp8-format e4m3 --fp8-recipe tensorwise --mock-data --tokenizer-type NullTokenizer --eval-iters 0 \
     --log-interval 5 --train-iters 30 --cuda-graph-impl none
+
+# Steps of 65,536 tokens a GPU
+LAYOUTS="python benchmarks/gpu_layouts.py --warm-up 8 --steps 30"
+$LAYOUTS --layouts "1 GPU" --shape M1 --modes bf16 tensorwise-e4m3 delayed blockwise
+$LAYOUTS --layouts "1 GPU" --shape M3 --modes bf16 tensorwise-e4m3 delayed blockwise
+P="--moe-token-dispatcher-type peer"
+$LAYOUTS --layouts "EP 2" --shape M1 --modes "bf16 $P" "tensorwise-e4m3 $P" "delayed $P"
+$LAYOUTS --layouts "EP 2" --shape M3 --modes "bf16 $P" "delayed $P"
