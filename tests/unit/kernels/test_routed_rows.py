@@ -19,7 +19,7 @@ class FixedRoom:
     def __init__(self, rows: int):
         self.rows = rows
 
-    def num_rows(self, needed: Tensor, worst: int) -> int:
+    def size(self, needed: Tensor, worst: int) -> int:
         return self.rows
 
 
