@@ -19,7 +19,6 @@ barrier of `send`, which the reader entered after it had read them.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -92,6 +91,9 @@ class Exchange:
         of_tokens = self._all_to_all(values.view(self.size, -1, self.num_experts))
         return total, of_tokens.transpose(0, 1).reshape(scores.shape)
 
+    def close(self) -> None:
+        """Free the buffers. Here there are none."""
+
     def _all_to_all(self, parts: Tensor) -> Tensor:
         """Part r of each rank, on rank r."""
         received = torch.empty_like(parts, memory_format=torch.contiguous_format)
@@ -149,6 +151,13 @@ class PeerExchange(Exchange):
         of_values = None if our_values is None else our_values.addresses
         return add_rows(scores, ours.addresses, of_values, sums, self.rank, self.num_experts)
 
+    def close(self) -> None:
+        """As in the base class; nobody reads them any more."""
+        torch.cuda.synchronize()
+        dist.barrier(self.group)
+        self._buffers.clear()
+        self._replaced.clear()
+
     def _buffer(self, name: str, like: Tensor, width: int) -> PeerBuffer:
         """A buffer with the rows of all ranks' tokens. The first call with more tokens than before allocates it, on all
         ranks at once: they have the same number of tokens."""
@@ -170,12 +179,25 @@ class PeerExchange(Exchange):
         return self._buffers[name]
 
 
-@functools.cache
+_EXCHANGES: dict[tuple[dist.ProcessGroup, int], Exchange] = {}
+
+
 def exchange_of(group: dist.ProcessGroup, num_experts: int) -> Exchange:
     """The exchange of all layers of a model: they use its buffers one after the other."""
-    if torch.cuda.is_available():
-        return PeerExchange(group, num_experts, torch.device("cuda", torch.cuda.current_device()))
-    return Exchange(group, num_experts, torch.device("cpu"))
+    found = _EXCHANGES.get((group, num_experts))
+    if found is None:
+        is_on_gpu = torch.cuda.is_available()
+        device = torch.device("cuda", torch.cuda.current_device()) if is_on_gpu else torch.device("cpu")
+        found = (PeerExchange if is_on_gpu else Exchange)(group, num_experts, device)
+        _EXCHANGES[group, num_experts] = found
+    return found
+
+
+def close_exchanges() -> None:
+    """Free the buffers, before the process groups are destroyed; the ranks of a group do so together."""
+    for exchange in _EXCHANGES.values():
+        exchange.close()
+    _EXCHANGES.clear()
 
 
 class _ToExperts(torch.autograd.Function):
