@@ -332,3 +332,10 @@ class PeerMoELayer(GroupedMoELayer):
     def exchange(self) -> Exchange:
         """That of all layers."""
         return exchange_of(self.ep_group, self.num_local_experts)
+
+
+def close_exchanges(chunks: Sequence[torch.nn.Module]) -> None:
+    """Free the memory in which the ranks of a run send tokens to each other."""
+    layers = (module for chunk in chunks for module in chunk.modules() if isinstance(module, PeerMoELayer))
+    for exchange in {layer.exchange for layer in layers}:
+        exchange.close()

@@ -19,6 +19,7 @@ barrier of `send`, which the reader entered after it had read them.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -92,7 +93,7 @@ class Exchange:
         return total, of_tokens.transpose(0, 1).reshape(scores.shape)
 
     def close(self) -> None:
-        """Free the buffers. Here there are none."""
+        """Free the buffers, before the process groups are destroyed; all ranks together. Here there are none."""
 
     def _all_to_all(self, parts: Tensor) -> Tensor:
         """Part r of each rank, on rank r."""
@@ -179,25 +180,12 @@ class PeerExchange(Exchange):
         return self._buffers[name]
 
 
-_EXCHANGES: dict[tuple[dist.ProcessGroup, int], Exchange] = {}
-
-
+@functools.cache
 def exchange_of(group: dist.ProcessGroup, num_experts: int) -> Exchange:
     """The exchange of all layers of a model: they use its buffers one after the other."""
-    found = _EXCHANGES.get((group, num_experts))
-    if found is None:
-        is_on_gpu = torch.cuda.is_available()
-        device = torch.device("cuda", torch.cuda.current_device()) if is_on_gpu else torch.device("cpu")
-        found = (PeerExchange if is_on_gpu else Exchange)(group, num_experts, device)
-        _EXCHANGES[group, num_experts] = found
-    return found
-
-
-def close_exchanges() -> None:
-    """Free the buffers, before the process groups are destroyed; the ranks of a group do so together."""
-    for exchange in _EXCHANGES.values():
-        exchange.close()
-    _EXCHANGES.clear()
+    if torch.cuda.is_available():
+        return PeerExchange(group, num_experts, torch.device("cuda", torch.cuda.current_device()))
+    return Exchange(group, num_experts, torch.device("cpu"))
 
 
 class _ToExperts(torch.autograd.Function):

@@ -24,7 +24,7 @@ from megafp8.errors import INTERNAL, CheckpointError, Megafp8Error, OutOfMemory,
 from megafp8.metrics.records import EventRecord
 from megafp8.metrics.sinks import Sinks, build_sinks
 from megafp8.metrics.sinks.console import FORWARD_FRACTION
-from megafp8.models.peer_exchange import close_exchanges
+from megafp8.models.grouped_moe import close_exchanges
 from megafp8.resilience import fault_injection
 from megafp8.resilience.run_lock import LOCK_FILE, RunLock, acquire_run_lock
 from megafp8.resilience.run_state import RunStateWriter, finished_state, first_state
@@ -90,7 +90,7 @@ def run_training(validated: ValidatedRun) -> int:
                 )
                 train(run, details | describe_threads(run))
             run.graph.reset()  # NCCL cannot destroy a communicator that a CUDA graph uses
-            close_exchanges()
+            close_exchanges(run.training_state.chunks)
         watchdog.finish()
     if rank() == 0:
         upload_records(config)
