@@ -37,8 +37,6 @@ def grouped_expert_problems(config: RunConfig) -> Iterator[str]:
         yield "--moe-apply-probs-on-input"
     if mixture.has_capacity(model) and model.moe_pad_expert_input_to_capacity:
         yield "--moe-pad-expert-input-to-capacity"
-    if config.precision.fp8_param_gather:
-        yield "--fp8-param-gather"
     if "moe_act" in derived.recompute_modules(config.training):
         yield "--recompute-modules moe_act"
     if config.training.fine_grained_activation_offloading:

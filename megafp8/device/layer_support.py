@@ -217,6 +217,11 @@ def expert_launch_warnings(config: RunConfig, target_kind: str, implementation: 
         suggestion = "--transformer-impl auto may run them in one launch"
     elif problem or (is_emulated and config.parallel.moe_expert_kernels != "triton"):
         suggestion = one_launch_suggestion(config, is_emulated)
+    elif config.precision.fp8_param_gather:
+        return [
+            "--fp8-param-gather: the weights of experts in one launch stay in BF16 and are gathered so, with the same "
+            "results; --moe-expert-kernels te stores them in FP8 and runs experts one by one"
+        ]
     else:
         return []
     measured = (

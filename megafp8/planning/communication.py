@@ -290,7 +290,9 @@ def data_parallel_traffic(run: PlannedRun, stage: int) -> DataParallelTraffic:
     dense = _group_traffic(run, stage, data_group(run), quantizable - experts, other)
     if not experts:
         return dense
-    routed = _group_traffic(run, stage, expert_data_group(run), experts, 0)
+    # In one launch their weights are not FP8.
+    sizes = (0, experts) if run.config.parallel.moe_expert_kernels == "triton" else (experts, 0)
+    routed = _group_traffic(run, stage, expert_data_group(run), *sizes)
     return DataParallelTraffic(*(sum(each) for each in zip(astuple(dense), astuple(routed), strict=True)))
 
 

@@ -267,7 +267,10 @@ def estimate_memory(
     quantizable, other = parameters_on_stage(config, padded_vocab, stage)
     parameters = quantizable + other
     quantized = int(quantizable * quantized_fraction(config, stage))
-    weights_bytes, fp8_copies_bytes = _weight_bytes(config, quantized, parameters - quantized, implementation)
+    in_one_launch = expert_parameters_on_stage(config, stage) if config.parallel.moe_expert_kernels == "triton" else 0
+    weights_bytes, fp8_copies_bytes = _weight_bytes(
+        config, quantized, parameters - quantized, implementation, in_one_launch
+    )
     if _is_last(config, stage):
         fp8_copies_bytes += _output_copy_bytes(config, padded_vocab, implementation)
     logits_bytes = _logit_bytes(config, padded_vocab) if _is_last(config, stage) else 0
@@ -375,8 +378,14 @@ def _output_copy_bytes(config: RunConfig, padded_vocab: int, implementation: Lay
     return int(weight_size * registry.get(recipe).code_bytes * num_copies)
 
 
-def _weight_bytes(config: RunConfig, quantized: int, other: int, implementation: LayerBackend) -> tuple[int, int]:
-    """Bytes of the weights, and bytes of the quantized copies that are kept besides them."""
+def _weight_bytes(
+    config: RunConfig, quantized: int, other: int, implementation: LayerBackend, in_one_launch: int
+) -> tuple[int, int]:
+    """Bytes of the weights, and bytes of the quantized copies that are kept besides them.
+
+    Args:
+        in_one_launch: of experts, which are in high precision beside FP8 weights, too.
+    """
     precision = config.precision
     param_bytes = BYTES[derived.params_dtype(precision)]
     # fprop and dgrad share one copy of the codes if these are the same and need no transposing, or only while a linear
@@ -385,7 +394,7 @@ def _weight_bytes(config: RunConfig, quantized: int, other: int, implementation:
     has_two = keeps_transpose or not all(recipe.shares_weight_codes for recipe in derived.used_recipes(precision))
     copies = int(quantized * _code_bytes(precision) * (2 if has_two else 1))
     if precision.fp8_param_gather:
-        return copies + other * param_bytes, 0
+        return copies + (other + in_one_launch) * param_bytes, 0
     return (quantized + other) * param_bytes, copies
 
 

@@ -42,7 +42,8 @@ def test_peers_train_as_the_all_to_all_does(flags: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "flags", ["--moe-layer-recompute", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"]
+    "flags",
+    ["--moe-layer-recompute", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"],
 )
 def test_peers_recompute_to_the_bit(flags: str) -> None:
     recomputed, plain = (run_ranks(2, trained, each, "peer", timeout_s=280.0)[0][0] for each in (flags, ""))
