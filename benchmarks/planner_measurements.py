@@ -3,7 +3,7 @@
 Measured: up to four H200s (141 GB, 700 W), 2026-11-20, torch 2.11, Transformer Engine 2.20.2, megatron-core 0.16.1.
 `mcore` is a bare loop of megatron-core, `megafp8` this project; both have the distributed optimizer, overlapped
 reductions, Transformer Engine's loss. Shape A: llama-1b, 8 sequences of 2048 tokens. Shape B: 8 layers of llama3-8b
-with a vocabulary of 50,304, 2 sequences of 4096.
+with a vocabulary of 50,304, 2 sequences of 4096. Shapes M1 to M3: mixtures, 65,536 tokens a GPU (2026-11-29).
 
 A row is `fit` if a constant of the planner was found with it (its profile, or its step), else `held out`; `repeated`
 is another run of one of these, and shows how far runs and machines are apart. Rows of other software do the same
@@ -30,11 +30,18 @@ COMMON = (
     "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --cross-entropy-loss-fusion "
     "--cross-entropy-fusion-impl te"
 )
+MIXTURE = (
+    "--vocab-size 50304 --seq-length 4096 --global-batch-size 16 --moe-token-dispatcher-type alltoall "
+    "--moe-grouped-gemm --moe-permute-fusion --micro-batch-size"
+)
 SHAPES = {
     "A": "--model-preset llama-1b --seq-length 2048 --micro-batch-size 8",
     "B": "--model-preset llama3-8b --num-layers 8 --vocab-size 50304 --seq-length 4096 --micro-batch-size 2",
     "C": "--model-preset llama-1b --hidden-size 1024 --ffn-hidden-size 2816 --seq-length 2048 --micro-batch-size 1 "
     "--global-batch-size 1",
+    "M1": f"--model-preset qwen3-30b-a3b --num-layers 6 {MIXTURE} 4",
+    "M2": f"--model-preset qwen3-30b-a3b --num-layers 24 --num-experts 16 {MIXTURE} 4",
+    "M3": f"--model-preset mixtral-8x7b --num-layers 2 {MIXTURE} 2",
     "small": "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
     "--ffn-hidden-size 704 --seq-length 256 --position-embedding-type rope --normalization RMSNorm --swiglu "
     "--disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
@@ -43,6 +50,7 @@ SHAPES = {
 RECIPES = {
     "bf16": "",
     "tensorwise": "--fp8-format hybrid --fp8-recipe tensorwise",
+    "tensorwise-e4m3": "--fp8-format e4m3 --fp8-recipe tensorwise",
     "delayed": "--fp8-format hybrid --fp8-recipe delayed",
     "blockwise": "--fp8-format e4m3 --fp8-recipe blockwise",
     "mxfp8": "--fp8-format e4m3 --fp8-recipe mxfp8",
@@ -127,6 +135,8 @@ TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 TP4 = "--tensor-model-parallel-size 4 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 8"
 PP4 = "--pipeline-model-parallel-size 4 --micro-batch-size 1 --global-batch-size 16"
+EP2 = "--expert-model-parallel-size 2 --global-batch-size"
+PEER = f"{EP2} 32 --moe-token-dispatcher-type peer {G}"
 
 MEASUREMENTS: tuple[Measurement, ...] = (
     # One GPU, megatron-core's defaults. The profiles of these are in GROUPS.
@@ -235,6 +245,22 @@ MEASUREMENTS: tuple[Measurement, ...] = (
     _ours("B", "delayed", HELD_OUT, G, "DP 4, graph", num_gpus=4, step_ms=141.2, peak_gib=30.0),
     _ours("B", "tensorwise", HELD_OUT, G, "DP 4, graph", num_gpus=4, step_ms=145.1, peak_gib=29.7),
     _ours("B", "delayed", HELD_OUT, f"{W} {G}", "DP 4, W, graph", num_gpus=4, step_ms=142.1, peak_gib=28.0),
+    # Mixtures, all experts in one launch. GEMMs of M1 gave the speed of experts' products in FP8.
+    _ours("M1", "bf16", HELD_OUT, G, "graph", step_ms=525.2, peak_gib=80.3),
+    _ours("M1", "tensorwise-e4m3", FIT, G, "graph", step_ms=453, peak_gib=85.0, memory_role=HELD_OUT),
+    _ours("M1", "delayed", HELD_OUT, G, "graph", step_ms=446, peak_gib=85.4),
+    _ours("M1", "blockwise", FIT, G, "graph", step_ms=508, peak_gib=85.6, memory_role=HELD_OUT),
+    _ours("M2", "bf16", HELD_OUT, G, "graph", step_ms=1595.6, peak_gib=87.0),
+    _ours("M3", "bf16", HELD_OUT, G, "graph", step_ms=764.6, peak_gib=64.3),
+    _ours("M3", "tensorwise-e4m3", HELD_OUT, G, "graph", step_ms=566.8, peak_gib=69.0),
+    _ours("M3", "delayed", HELD_OUT, G, "graph", step_ms=558.2, peak_gib=69.1),
+    _ours("M3", "blockwise", HELD_OUT, G, "graph", step_ms=704.3, peak_gib=69.3),
+    _ours("M1", "bf16", HELD_OUT, PEER, "EP 2, graph", num_gpus=2, step_ms=549.8, peak_gib=53.1),
+    _ours("M1", "tensorwise-e4m3", HELD_OUT, PEER, "EP 2, graph", num_gpus=2, step_ms=469.7, peak_gib=54.4),
+    _ours("M3", "bf16", HELD_OUT, PEER, "EP 2, graph", num_gpus=2, step_ms=781, peak_gib=38.8),
+    _ours("M3", "delayed", HELD_OUT, PEER, "EP 2, graph", num_gpus=2, step_ms=551, peak_gib=40.7),
+    # An earlier version, whose router's GEMM did not run on tensor cores; twice the tokens.
+    _ours("M1", "bf16", HELD_OUT, f"{EP2} 64", "EP 2, all-to-all", num_gpus=2, step_ms=1449, peak_gib=50.9),
     # Emulated layers: their memory only, the planner does not time them.
     *(
         _ours("A", recipe, HELD_OUT, "--transformer-impl emulated", "emulated", peak_gib=peak,

@@ -4,6 +4,8 @@
     GEMMs       of each expert of the rank, with rows / experts rows. Experts fill the SMs together: all of them in one
                 launch (`config/grouped_experts.py`), else 4, the streams of Transformer Engine's grouped linear
     gradients   in one launch, wgrad is added to FP32 as it leaves the GEMM, which hides little of it
+    casts       in one launch, codes are written where the data is made, in place of BF16 numbers: only a first pass
+                for the amax counts
     permutation reads and writes of hidden states, in order of experts and back; twice with several expert-parallel
                 ranks, because rows arrive in the order of ranks
     exchange    alltoall: hidden states of every expert of a token to its rank and back; allgather: all tokens to all
@@ -26,6 +28,7 @@ from megafp8.config.schema import RunConfig
 from megafp8.planning.communication import RankGroup, all_to_all_s, ring_collective_s
 from megafp8.planning.compute import BF16_BYTES, TILE, LayerTime, bytes_per_element, cast_s, gemm_flops_per_s
 from megafp8.planning.planned_run import LinearGemm, PlannedRun, linear_gemms
+from megafp8.recipes import registry
 from megafp8.resources.mixture_memory import BYTES
 from megafp8.resources.recipe_shares import BF16
 
@@ -37,6 +40,13 @@ BF16_HOST_EXPERT_S, FP8_HOST_EXPERT_S = 0.15e-3, 0.29e-3
 """Seconds in which the host launches the kernels of one expert, forward and backward, without one launch for all.
 Measured on one H200 with Transformer Engine's grouped linear and 128 experts, which waits for the host: 19.2 ms in BF16
 and 36.9 ms with delayed scaling."""
+
+STORED_PRODUCTS = 218
+"""Products of a sum that take as long as storing it in an FP8 GEMM of one launch, forward pass and input gradients.
+Measured on one H200: 1,176 TFLOP/s on average with sums of 768 to 2,048 products (50.5 ms a step of 6 layers of
+Qwen3-30B-A3B), 1,335 to 1,422 with 4,096 to 28,672 (Mixtral 8x7B)."""
+BLOCKWISE_FRACTION = 0.67
+"""Speed of these GEMMs to that of a linear's with scales of blocks on Hopper: they took 94.1 ms in place of 50.5."""
 
 
 def rows_per_rank(config: RunConfig) -> int:
@@ -99,6 +109,9 @@ def experts_gemm_s(run: PlannedRun, recipe: str, gemm: LinearGemm) -> float:
     at_once = local if is_one_launch(run.config) else min(local, TE_STREAMS)
     waves = at_once * (gemm.m / TILE) * (gemm.n / TILE) / run.gpu.num_sms
     flops_per_s = gemm_flops_per_s(run, recipe) * waves / (waves + 0.5)
+    if gemm.kind != "wgrad" and recipe != BF16 and is_one_launch(run.config):
+        has_slow_blocks = run.gpu.compute_capability < registry.get(recipe).slow_gemm_until
+        flops_per_s *= (BLOCKWISE_FRACTION if has_slow_blocks else 1) * gemm.k / (gemm.k + STORED_PRODUCTS)
     moved_bytes = bytes_per_element(recipe) * gemm.k * (gemm.m + gemm.n) + BF16_BYTES * gemm.m * gemm.n
     starts_s = run.calibration.gemm_start_s * local / at_once
     return starts_s + local * max(gemm.flops / flops_per_s, run.memory_s(moved_bytes))
@@ -109,6 +122,22 @@ def addition_s(run: PlannedRun) -> float:
     num_weights = sum(gemm.m * gemm.n for gemm in expert_gemms(run) if gemm.kind == "wgrad")
     num_bytes = 2 * BYTES["fp32"] if is_one_launch(run.config) else 0
     return run.memory_s(num_bytes * num_weights * mixture.experts_per_rank(run.config))
+
+
+def expert_casts_s(run: PlannedRun, recipe: str, num_tokens: int, num_inputs: int, num_outputs: int) -> float:
+    """Seconds of quantizing operands of a layer's experts, beside what is read and written in BF16 as well.
+
+    Args:
+        num_tokens: numbers of the tokens before they are copied to their rows.
+        num_inputs: numbers that SwiGLU or its gradients read.
+        num_outputs: numbers of both operands.
+    """
+    if recipe == BF16:
+        return 0.0
+    if not is_one_launch(run.config):
+        return cast_s(run, recipe, num_outputs, 2 * mixture.experts_per_rank(run.config))
+    num_read = (num_tokens + num_inputs) * registry.get(recipe).needs_amax_pass
+    return cast_s(run, recipe, 0, 2) + run.memory_s(BF16_BYTES * num_read)
 
 
 def is_one_launch(config: RunConfig) -> bool:
@@ -142,7 +171,7 @@ def experts_time(run: PlannedRun, recipe: str) -> ExpertsTime:
     seconds = dict.fromkeys(recipes, 0.0)
     for gemm in expert_gemms(run):
         seconds[gemm.kind] += experts_gemm_s(run, recipes[gemm.kind], gemm)
-    num_tensors = 2 if is_one_launch(config) else 2 * local
+    num_tokens = run.sharded_tokens * hidden
     is_peer = mixture.token_dispatcher(config) == mixture.PEER
     is_sorted_twice = config.parallel.expert_model_parallel_size > 1 and not is_peer
     num_sorts = 2 if is_sorted_twice and local > 1 else 1
@@ -151,14 +180,16 @@ def experts_time(run: PlannedRun, recipe: str) -> ExpertsTime:
         fprop=seconds["fprop"],
         activation=run.memory_s(BF16_BYTES * rows * width * (num_outputs + 1)),
         permutation=permutation_s,
-        casts=cast_s(run, recipe, rows * (hidden + width), num_tensors),
+        casts=expert_casts_s(run, recipe, num_tokens, rows * num_outputs * width, rows * (hidden + width)),
     )
     backward = LayerTime(
         dgrad=seconds["dgrad"],
         wgrad=seconds["wgrad"] + addition_s(run),
         activation=run.memory_s(BF16_BYTES * rows * width * (1 + 2 * num_outputs)),
         permutation=permutation_s,
-        casts=cast_s(run, recipe, rows * (num_outputs * width + hidden), num_tensors),
+        casts=expert_casts_s(
+            run, recipe, num_tokens, rows * (num_outputs + 1) * width, rows * (num_outputs * width + hidden)
+        ),
     )
     host_s = 0.0 if is_one_launch(config) else local * (BF16_HOST_EXPERT_S if recipe == BF16 else FP8_HOST_EXPERT_S)
     return ExpertsTime(forward, backward, exchange_s(run), host_s)

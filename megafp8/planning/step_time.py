@@ -25,7 +25,7 @@ from megafp8.config import derived, iterations, mixture, model_shapes, multi_tok
 from megafp8.config.fused_adam import fused_adam_problem
 from megafp8.config.muon import is_muon
 from megafp8.planning import communication, compute
-from megafp8.planning.mixture_time import exchanged_bytes, experts_time
+from megafp8.planning.mixture_time import exchanged_bytes, experts_time, is_one_launch
 from megafp8.planning.muon_cost import newton_schulz_s
 from megafp8.planning.planned_run import PlannedRun
 from megafp8.recipes import registry
@@ -392,7 +392,8 @@ def weight_casts_s(run: PlannedRun, stage: int) -> float:
     num_layers, num_expert_layers = layers_of_stage(run, stage)
     num_tensors = float(len(model_shapes.gemm_dimensions(run.config)))
     if num_expert_layers:
-        num_tensors += 2 * mixture.experts_per_rank(run.config) * num_expert_layers / num_layers
+        num_experts = 1 if is_one_launch(run.config) else mixture.experts_per_rank(run.config)
+        num_tensors += 2 * num_experts * num_expert_layers / num_layers
     layers_s = sum(
         compute.cast_s(run, recipe, num_elements * count, num_tensors * count) for recipe, count in counts.items()
     )
