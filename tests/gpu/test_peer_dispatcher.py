@@ -26,7 +26,8 @@ STEPS = 8
 EXPERTS = (
     "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 256 --moe-aux-loss-coeff 0.01 --bf16 "
     f"--expert-model-parallel-size 2 --train-iters {STEPS} --eval-iters 0 --log-interval 1 "
-    "--micro-batch-size 2 --global-batch-size 8 --step-timeout-s 20"
+    # With 1e-3 the loss halves in these steps, and roundings alone make a thousandth of it.
+    "--micro-batch-size 2 --global-batch-size 8 --lr 3e-4 --step-timeout-s 20"
 )
 OF_EXPERTS = {
     "bf16": "", "tensorwise": RECIPES["tensorwise"].replace("hybrid", "e4m3"), "delayed": RECIPES["delayed"],
@@ -102,11 +103,12 @@ def command(folder: Path, words: str, *program: str, **environment: str) -> list
 
 
 def test_a_step_with_too_few_rows_is_repeated(folder: Path, ends: dict[str, End]) -> None:
-    """Graphs with fewer rows than any step needs: each step after the warm-up is repeated kernel by kernel."""
+    """Graphs with fewer rows than any step needs: a replayed step is repeated kernel by kernel."""
     words = f"{SIZES} {EXPERTS} {KERNELS['peer graph']}"
     found = command(folder / "small_room", words, "--no-python", sys.executable, "-c", SMALL_ROOM)
     assert found == pytest.approx(losses(folder, ends, "bf16 peer launched"), rel=1e-4)
-    assert sum(step.is_repeated for step in load_run(folder / "small_room").steps) >= STEPS - 3
+    # After a repeated step two warm up again.
+    assert [step.is_repeated for step in load_run(folder / "small_room").steps].count(True) >= 2
 
 
 def test_ranks_that_reach_each_other_through_sockets_only(folder: Path, ends: dict[str, End]) -> None:
