@@ -287,21 +287,24 @@ def data_parallel_traffic(run: PlannedRun, stage: int) -> DataParallelTraffic:
     """The traffic of one rank of a pipeline stage."""
     quantizable, other = parameters_on_stage(run.config, run.padded_vocab, stage)
     experts = expert_parameters_on_stage(run.config, stage)
-    dense = _group_traffic(run, stage, data_group(run), quantizable - experts, other)
+    has_codes = run.config.precision.fp8_param_gather
+    dense = _group_traffic(run, stage, data_group(run), quantizable - experts, other, has_codes)
     if not experts:
         return dense
     # In one launch their weights are not FP8.
-    sizes = (0, experts) if run.config.parallel.moe_expert_kernels == "triton" else (experts, 0)
-    routed = _group_traffic(run, stage, expert_data_group(run), *sizes)
+    has_codes &= run.config.parallel.moe_expert_kernels != "triton"
+    routed = _group_traffic(run, stage, expert_data_group(run), experts, 0, has_codes)
     return DataParallelTraffic(*(sum(each) for each in zip(astuple(dense), astuple(routed), strict=True)))
 
 
-def _group_traffic(run: PlannedRun, stage: int, group: RankGroup, quantizable: int, other: int) -> DataParallelTraffic:
-    """The traffic of weights that a group shares: of linears, and others."""
+def _group_traffic(
+    run: PlannedRun, stage: int, group: RankGroup, quantizable: int, other: int, has_codes: bool
+) -> DataParallelTraffic:
+    """The traffic of weights that a group shares: of linears, gathered as codes or not, and others."""
     config, parameters = run.config, quantizable + other
     num_phases = 1 if has_flat_shards(config) or config.parallel.use_torch_fsdp2 else 2
     levels = reduction_levels(run, stage, group, quantizable, other, num_phases)
-    num_codes = quantizable * quantized_fraction(config, stage) if config.precision.fp8_param_gather else 0.0
+    num_codes = quantizable * quantized_fraction(config, stage) if has_codes else 0.0
     parameter_bytes = BF16_BYTES * (parameters - num_codes) + bytes_per_element(run.recipe) * num_codes
     bucket_size = config.parallel.ddp_bucket_size or max(MIN_BUCKET_SIZE, BUCKET_SIZE_PER_RANK * group.size)
     num_buckets, num_microbatches = -(-parameters // bucket_size), 1

@@ -5,7 +5,7 @@
                 launch (`config/grouped_experts.py`), else 4, the streams of Transformer Engine's grouped linear
     gradients   in one launch, wgrad is added to FP32 as it leaves the GEMM, which hides little of it
     casts       in one launch, codes are written where the data is made, in place of BF16 numbers: only a first pass
-                for the amax counts
+                for the amax counts. Blockwise gradients of SwiGLU, which are written in BF16 before, are left out
     permutation reads and writes of hidden states, in order of experts and back; twice with several expert-parallel
                 ranks, because rows arrive in the order of ranks
     exchange    alltoall: hidden states of every expert of a token to its rank and back; allgather: all tokens to all

@@ -385,8 +385,12 @@ def exposed_data_parallel_s(run: PlannedRun, time: StageTime, stage: int) -> flo
 def weight_casts_s(run: PlannedRun, stage: int) -> float:
     """Seconds of quantizing the linears' weights, once per step."""
     quantizable, _ = parameters_on_stage(run.config, run.padded_vocab, stage)
-    # FP8 parameters only need the transposed codes: the optimizer writes the codes.
-    num_elements = quantizable / (2 if run.config.precision.fp8_param_gather else 1)
+    num_elements = float(quantizable)
+    if run.config.precision.fp8_param_gather:
+        # FP8 parameters only need the transposed codes: the optimizer writes the codes. Those of experts in one launch
+        # are not FP8.
+        in_bf16 = expert_parameters_on_stage(run.config, stage) if is_one_launch(run.config) else 0
+        num_elements = (num_elements + in_bf16) / 2
     num_elements /= max(1, multi_token.num_layers_with_mtp(run.config, stage))
     counts = layer_counts(run, stage, FORWARD_GEMMS)
     num_layers, num_expert_layers = layers_of_stage(run, stage)

@@ -139,6 +139,18 @@ def test_fp8_products_of_one_launch_are_as_fast_as_measured(preset: str, micro: 
     assert rates[1] / rates[0] == pytest.approx(0.54, abs=0.01)
 
 
+def test_experts_in_one_launch_have_fp8_gradients_and_no_fp8_weights() -> None:
+    def traffic(kernels: str, **precision: bool) -> communication.DataParallelTraffic:
+        changes = {f"precision.{name}": value for name, value in precision.items()}
+        fp8 = {"precision.fp8_format": "e4m3", "precision.fp8_recipe": "tensorwise"}
+        layout = {"parallel.expert_model_parallel_size": 8, "parallel.moe_expert_kernels": kernels}
+        return communication.data_parallel_traffic(run_of("qwen3-30b-a3b", fp8 | layout | changes), 0)
+
+    assert traffic("triton", grad_reduce_in_fp8=True) == traffic("te", grad_reduce_in_fp8=True)
+    in_bf16, codes = (traffic(kernels, fp8_param_gather=True).gather_bytes for kernels in ("triton", "te"))
+    assert codes < in_bf16 < traffic("te").gather_bytes
+
+
 def test_fp8_that_does_not_pay_gets_a_warning() -> None:
     fp8 = {"precision.fp8_format": "hybrid", "parallel.moe_expert_kernels": "te"}
     small, large = run_of("qwen3-30b-a3b", fp8), run_of("mixtral-8x7b", fp8 | {"training.micro_batch_size": 4})
