@@ -21,6 +21,9 @@ from torch import Tensor
 
 from megafp8.mcore.router import counted_tokens
 
+HAS_FP32_RESULTS = "dtype" in torch.ops.aten.mm.overloads()
+"""Whether this version of torch multiplies BF16 to FP32."""
+
 
 class Router(TopKRouter):
     """Selects the experts of each token.
@@ -39,7 +42,7 @@ class Router(TopKRouter):
     def gating(self, input: Tensor) -> Tensor:
         """Logits [S, B, experts] of tokens [S, B, H]."""
         has_tensor_cores = input.is_cuda and self.weight.is_cuda and input.dtype == self.weight.dtype == torch.bfloat16
-        if has_tensor_cores and self.config.moe_router_dtype == "fp32" and self.bias is None:
+        if HAS_FP32_RESULTS and has_tensor_cores and self.config.moe_router_dtype == "fp32" and self.bias is None:
             return GatingInFP32.apply(input, self.weight)
         return super().gating(input)
 
