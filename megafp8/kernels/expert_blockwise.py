@@ -2,7 +2,8 @@
 
 Blocks of 1 x 128 along the sum of the forward and input-gradient GEMM, and of 128 rows along that of the weight
 gradient; of weights 128 x 128. The rows of an expert are a multiple of 128 (`ALIGNMENT`), so that a tile has complete
-blocks of one expert: each cast is one launch, and tiles exchange nothing. A tile is quantized as in `blockwise.py`.
+blocks of one expert, and tiles exchange nothing. A tile is quantized as in `blockwise.py`, but without rounding to BF16
+before. Each cast is one launch; the gradients of SwiGLU are written in BF16 by a first one.
 """
 
 from __future__ import annotations

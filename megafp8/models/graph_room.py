@@ -1,6 +1,6 @@
 """Room in the fixed shapes of a CUDA graph for what differs between passes: rows of experts, documents of a microbatch.
 
-Kernel by kernel the host knows how much is needed. A CUDA graph has room for more than any pass before it needed. Where
+Kernel by kernel the host reads how much is needed. A CUDA graph has room for more than any pass before it needed. Where
 a replay needs more, the step is undone and repeated kernel by kernel, and the next graph has more room (`RepeatedStep`
 in `training/step_parts.py`).
 """

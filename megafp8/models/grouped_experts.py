@@ -3,8 +3,9 @@
     gather + cast -> fc1 -> weighted SwiGLU + cast -> fc2 -> sum of each token's rows
 
 and backward in the opposite order. FP8 codes are written where the data is made, by rows and transposed at once, so
-that a BF16 copy of the gathered tokens, of SwiGLU's result and of both gradients is never written. The probability of
-a row is applied in SwiGLU, in FP32. No size is read by the host.
+that a BF16 copy of the gathered tokens, of SwiGLU's result and of both gradients is never written; blockwise scaling
+alone writes that of SwiGLU's gradients. The probability of a row is applied in SwiGLU, in FP32. No size is read by the
+host.
 
 Under delayed scaling the scale of each expert is known before each cast, which records the amax in the same launch.
 """
