@@ -8,7 +8,7 @@ before. Each cast is one launch; the gradients of SwiGLU are written in BF16 by 
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional
+from typing import Optional
 
 import torch
 import triton
@@ -18,7 +18,7 @@ from torch import Tensor
 from megafp8.kernels import expert_casts
 from megafp8.kernels.blockwise import scales_of, store_tile
 from megafp8.kernels.delayed import largest_of
-from megafp8.kernels.expert_scales import ColumnCodes, CurrentScale
+from megafp8.kernels.expert_scales import CurrentScale, RowColumnCodes
 from megafp8.kernels.experts import EXPERT_BLOCK, gathered_tile, swiglu_tile
 from megafp8.kernels.rounding import FormatSpec, code_dtype
 from megafp8.kernels.routed_rows import RoutedRows
@@ -27,29 +27,6 @@ from megafp8.kernels.tiles import BLOCK_SIZE, load_tile, store_codes, tile_offse
 ALIGNMENT = BLOCK_SIZE
 LARGEST = torch.finfo(torch.bfloat16).max
 """Replaces a scale that overflows, see `quant_scale_of`."""
-
-
-class BlockwiseCodes(NamedTuple):
-    """Codes of rows [R, W], or of weights [E, N, W].
-
-    Attributes:
-        rows: uint8, as the tensor.
-        columns: uint8, with the last two dimensions transposed.
-        row_scale_inv: FP32, dequantization scales of `rows`: [W / 128, R], of weights [E, N / 128, W / 128].
-        column_scale_inv: those of `columns`: [R / 128, W], of weights [E, W / 128, N / 128].
-        dtype: of the format.
-    """
-
-    rows: Tensor
-    columns: Tensor
-    row_scale_inv: Tensor
-    column_scale_inv: Tensor
-    dtype: torch.dtype = torch.float8_e4m3fn
-
-    @property
-    def transposed(self) -> ColumnCodes:
-        """Of rows, the operand of wgrad; of weights, that of dgrad."""
-        return ColumnCodes(self.columns, self.column_scale_inv, self.dtype, is_blockwise=True)
 
 
 @triton.jit
@@ -111,20 +88,20 @@ class BlockwiseCasts:
     def gather_codes(
         self, inputs: Tensor, rows: RoutedRows, routing_map: Tensor, spec: FormatSpec, prequantized: None = None,
         scale: CurrentScale = CurrentScale(),
-    ) -> BlockwiseCodes:  # fmt: skip
+    ) -> RowColumnCodes:  # fmt: skip
         """Quantize the token of each row: inputs BF16 [T, W] to codes [R, W]. The routing map is not read."""
         return self._cast(inputs, rows, inputs.shape[1], spec, scale, is_gathered=True)
 
     def swiglu_codes(
         self, inputs: Tensor, probs: Tensor, rows: RoutedRows, spec: FormatSpec, scale: CurrentScale = CurrentScale()
-    ) -> BlockwiseCodes:
+    ) -> RowColumnCodes:
         """The codes of `expert_casts.swiglu`, whose result is not rounded to BF16 before."""
         return self._cast(inputs, rows, inputs.shape[1] // 2, spec, scale, probs=probs)
 
     def swiglu_backward_codes(
         self, gradients: Tensor, inputs: Tensor, probs: Tensor, rows: RoutedRows, spec: FormatSpec,
         scale: CurrentScale = CurrentScale(),
-    ) -> tuple[BlockwiseCodes, Tensor]:  # fmt: skip
+    ) -> tuple[RowColumnCodes, Tensor]:  # fmt: skip
         """Codes of the gradients of inputs, in BF16, and the gradients of probs."""
         # In one kernel a tile of 128 x 128 of both halves and the gradients would not fit into registers.
         results, prob_gradients = expert_casts.swiglu_backward(gradients, inputs, probs, rows)
@@ -133,13 +110,13 @@ class BlockwiseCasts:
     def _cast(
         self, inputs: Tensor, rows: RoutedRows, width: int, spec: FormatSpec, scale: CurrentScale,
         is_gathered: bool = False, probs: Optional[Tensor] = None,
-    ) -> BlockwiseCodes:  # fmt: skip
+    ) -> RowColumnCodes:  # fmt: skip
         num_rows, blocks = len(rows.token_of_row), (width // BLOCK_SIZE, len(rows.token_of_row) // BLOCK_SIZE)
-        codes = BlockwiseCodes(
+        codes = RowColumnCodes(
             inputs.new_empty(num_rows, width, dtype=torch.uint8),
             inputs.new_empty(width, num_rows, dtype=torch.uint8),
             inputs.new_empty(blocks[0], num_rows, dtype=torch.float32),
-            inputs.new_empty(blocks[1], width, dtype=torch.float32),
+            inputs.new_empty(blocks[1], 1, width, dtype=torch.float32),
             code_dtype(spec),
         )
         cast_kernel[blocks](
@@ -150,11 +127,11 @@ class BlockwiseCasts:
         )  # fmt: skip
         return codes
 
-    def weight_codes(self, weights: Tensor, spec: FormatSpec, scale: CurrentScale = CurrentScale()) -> BlockwiseCodes:
+    def weight_codes(self, weights: Tensor, spec: FormatSpec, scale: CurrentScale = CurrentScale()) -> RowColumnCodes:
         """Codes of weights [E, N, W] BF16."""
         num_experts, num_rows, width = weights.shape
         down, across = num_rows // BLOCK_SIZE, width // BLOCK_SIZE
-        codes = BlockwiseCodes(
+        codes = RowColumnCodes(
             torch.empty_like(weights, dtype=torch.uint8),
             weights.new_empty(num_experts, width, num_rows, dtype=torch.uint8),
             weights.new_empty(num_experts, down, across, dtype=torch.float32),

@@ -8,14 +8,14 @@ therefore belongs to one expert, and all rows of an expert are read before the f
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megafp8.kernels.expert_scales import ColumnCodes, CurrentScale
+from megafp8.kernels.expert_scales import CurrentScale, RowColumnCodes
 from megafp8.kernels.experts import EXPERT_BLOCK, experts_of_tile, gathered_tile, gradients_quarter, swiglu_tile
 from megafp8.kernels.rounding import FP32_MAX, FormatSpec, cast_to_words, code_dtype, quant_scale_of, without_nan
 from megafp8.kernels.routed_rows import RoutedRows
@@ -23,29 +23,6 @@ from megafp8.kernels.rowwise import amaxes_kernel, cast_kernel, store_quarter
 from megafp8.kernels.tiles import store_words
 
 BLOCK_SIZE, GRADIENTS_BLOCK_SIZE = 128, 64
-
-
-class RowwiseCodes(NamedTuple):
-    """Codes of rows [R, W], or of weights [E, N, W].
-
-    Attributes:
-        rows: uint8, as the tensor.
-        columns: uint8, with the last two dimensions transposed.
-        row_scale_inv: FP32, dequantization scales of `rows`: [R], of weights [E, N].
-        column_scale_inv: FP32 [E, W], those of `columns`.
-        dtype: of the format.
-    """
-
-    rows: Tensor
-    columns: Tensor
-    row_scale_inv: Tensor
-    column_scale_inv: Tensor
-    dtype: torch.dtype = torch.float8_e4m3fn
-
-    @property
-    def transposed(self) -> ColumnCodes:
-        """Of rows, the operand of wgrad; of weights, that of dgrad."""
-        return ColumnCodes(self.columns, self.column_scale_inv, self.dtype)
 
 
 @triton.jit
@@ -245,7 +222,7 @@ class _Cast:
         self.amaxes = amaxes[:num_rows], amaxes[num_rows:]
         self.infinities = scale.infinities
         self.constants: dict[str, Any] = {"NUM_EXPERTS": num_experts, "FORMAT": spec}
-        self.codes = RowwiseCodes(
+        self.codes = RowColumnCodes(
             like.new_empty(num_rows, width, dtype=torch.uint8),
             like.new_empty(width, num_rows, dtype=torch.uint8),
             scales[:num_rows],
@@ -271,7 +248,7 @@ class _Cast:
 def gather_codes(
     inputs: Tensor, rows: RoutedRows, routing_map: Tensor, spec: FormatSpec, prequantized: None = None,
     scale: CurrentScale = CurrentScale(),
-) -> RowwiseCodes:  # fmt: skip
+) -> RowColumnCodes:  # fmt: skip
     """Quantize the token of each row: inputs BF16 [T, W] to codes [R, W]. The routing map is not read."""
     width = inputs.shape[1]
     cast = _Cast(rows, width, spec, scale, inputs)
@@ -286,7 +263,7 @@ def gather_codes(
 
 def swiglu_codes(
     inputs: Tensor, probs: Tensor, rows: RoutedRows, spec: FormatSpec, scale: CurrentScale = CurrentScale()
-) -> RowwiseCodes:
+) -> RowColumnCodes:
     """The codes of `expert_casts.swiglu`."""
     width = inputs.shape[1] // 2
     cast = _Cast(rows, width, spec, scale, inputs)
@@ -301,7 +278,7 @@ def swiglu_codes(
 def swiglu_backward_codes(
     gradients: Tensor, inputs: Tensor, probs: Tensor, rows: RoutedRows, spec: FormatSpec,
     scale: CurrentScale = CurrentScale(),
-) -> tuple[RowwiseCodes, Tensor]:  # fmt: skip
+) -> tuple[RowColumnCodes, Tensor]:  # fmt: skip
     """Codes of the gradients of inputs, and the gradients of probs."""
     num_rows, width = gradients.shape
     cast = _Cast(rows, 2 * width, spec, scale, inputs)
@@ -318,11 +295,11 @@ def swiglu_backward_codes(
     return cast.codes, prob_sums.sum(0)
 
 
-def weight_codes(weights: Tensor, spec: FormatSpec, scale: CurrentScale = CurrentScale()) -> RowwiseCodes:
+def weight_codes(weights: Tensor, spec: FormatSpec, scale: CurrentScale = CurrentScale()) -> RowColumnCodes:
     """Codes of weights [E, N, W] BF16."""
     num_experts, num_rows, width = weights.shape
     row_amax, column_amax = (weights.new_zeros(num_experts, size, dtype=torch.float32) for size in (num_rows, width))
-    codes = RowwiseCodes(
+    codes = RowColumnCodes(
         torch.empty_like(weights, dtype=torch.uint8),
         weights.new_empty(num_experts, width, num_rows, dtype=torch.uint8),
         torch.empty_like(row_amax),

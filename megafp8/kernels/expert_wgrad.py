@@ -40,7 +40,8 @@ PRECISE_TILE = Tile(128, 128, 128, 8, 4)
 BLOCKS_TILE = Tile(128, 128, 128, 8, 4)
 """Where blocks have scales: registers hold a second sum, of one block."""
 TENSORS, ROWS, BLOCKS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""What has a scale: an expert's numbers; each row and column; blocks of 128 of them (`expert_blockwise.py`)."""
+"""What has a scale: an expert's numbers; each row and column; blocks of 128 of them (`expert_blockwise.py`). One less
+than the dimensions of the scales (`ColumnCodes`)."""
 GROUP_SIZE_M = 8
 """Tiles of so many rows of a weight follow each other for each tile of columns, so that the L2 cache keeps them."""
 
@@ -70,7 +71,7 @@ def _wgrad_kernel(
     # Only complete blocks of rows: they need no mask, and the compiler pipelines the loop.
     for row in tl.range(start, whole, BLOCK_K):
         # A descriptor's load gives zeros outside the tensor, so that the edges of N and W need no masks here.
-        if IS_FP8 and SCALES == BLOCKS:
+        if SCALES == BLOCKS:
             # Scales [R / 128, N] and [R / 128, W]. All blocks are complete: an expert's rows are a multiple of 128.
             a, b, block = grad_output.load([n, row]), inputs.load([w, row]), row // BLOCK_K
             of_rows = tl.load(grad_output_scale + block * N + rows, mask=rows < N)
@@ -147,15 +148,15 @@ def add_wgrad(
     # By the worst case of rows: how many an expert has is not known on the host.
     has_many = rows.token_of_row.numel() >= MANY_ROWS * num_experts
     if isinstance(grad_output, ColumnCodes) and isinstance(inputs, ColumnCodes):
-        kind = BLOCKS if grad_output.is_blockwise else ROWS if grad_output.scale_inv.dim() == 2 else TENSORS
-        tile = BLOCKS_TILE if grad_output.is_blockwise else FP8_TILE if is_fast else PRECISE_TILE
+        kind = grad_output.scale_inv.dim() - 1
+        tile = BLOCKS_TILE if kind == BLOCKS.value else FP8_TILE if is_fast else PRECISE_TILE
         a, b, is_fp8 = grad_output.fp8, inputs.fp8, True
         a_scale, b_scale = grad_output.scale_inv, inputs.scale_inv
         # What one load of a descriptor takes: [BLOCK_M, BLOCK_K] of codes [N, R]; of BF16 [R, N] the transpose.
         blocks = [tile.block_m, tile.block_k], [tile.block_n, tile.block_k]
     else:
         a, b, a_scale, b_scale, is_fp8, tile = grad_output, inputs, None, None, False, BF16_TILES[has_many]
-        kind = TENSORS
+        kind = TENSORS.value
         blocks = [tile.block_k, tile.block_m], [tile.block_k, tile.block_n]
     # Triton's interpreter has no such additions, and the copy engine needs 16 bytes.
     has_copies = main_grad.is_cuda and main_grad.data_ptr() % 16 == 0 and w % 4 == 0
@@ -166,7 +167,7 @@ def add_wgrad(
     grid = (triton.cdiv(n, tile.block_m) * triton.cdiv(w, tile.block_n) * num_experts,)
     _wgrad_kernel[grid](
         TensorDescriptor.from_tensor(a, blocks[0]), TensorDescriptor.from_tensor(b, blocks[1]), a_scale, b_scale,
-        rows.ends, main_grad, added_to, n, w, IS_FP8=is_fp8, SCALES=kind.value,
+        rows.ends, main_grad, added_to, n, w, IS_FP8=is_fp8, SCALES=kind,
         MAX_IMPRECISE=None if is_fast else tile.block_k, IS_OVERWRITTEN=is_overwritten, BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_SIZE_M=GROUP_SIZE_M, num_warps=tile.warps,
         num_stages=tile.stages,

@@ -176,18 +176,17 @@ class _FP8Experts(torch.autograd.Function):
         h = grouped_linear.fp8_fprop(x, codes.fc1, rows)
         y = casts.swiglu_codes(h, probs, rows, codes.spec, scales.fc2_input)
         # fprop alone reads codes by rows, wgrad alone reads the transposed ones.
-        (*x_columns, dtype, is_blockwise), (*y_columns, _, _) = x.transposed, y.transposed
-        ctx.save_for_backward(*x_columns, *y_columns, h, probs, routing_map)
-        ctx.kind_of_columns = dtype, is_blockwise
+        (x_columns, x_scale, _), (y_columns, y_scale, _) = x.transposed, y.transposed
+        ctx.save_for_backward(x_columns, x_scale, h, y_columns, y_scale, probs, routing_map)
         # Attributes, not saved tensors: wgrad is added to `main_grad` of these very parameters.
         ctx.weights, ctx.rows, ctx.codes, ctx.scales = (fc1, fc2), rows, codes, scales
         return expert_casts.sum_rows(grouped_linear.fp8_fprop(y, codes.fc2, rows), rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Optional[Tensor], ...]:
-        *columns, h, probs, routing_map = ctx.saved_tensors
+        x_columns, x_scale, h, y_columns, y_scale, probs, routing_map = ctx.saved_tensors
         (fc1, fc2), rows, codes, scales = ctx.weights, ctx.rows, ctx.codes, ctx.scales
-        x, y = (ColumnCodes(*each, *ctx.kind_of_columns) for each in (columns[:2], columns[2:]))
+        x, y = ColumnCodes(x_columns, x_scale), ColumnCodes(y_columns, y_scale)
         casts, is_fast = codes.casts, codes.is_fast
         # One cast writes codes by rows, for dgrad, and transposed, for wgrad.
         dz = casts.gather_codes(grad.contiguous(), rows, routing_map, codes.gradient_spec, scale=scales.fc2_grad_output)

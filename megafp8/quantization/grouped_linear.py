@@ -11,12 +11,11 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from megafp8.kernels import expert_product
-from megafp8.kernels.expert_blockwise import BlockwiseCodes
 from megafp8.kernels.expert_casts import RoutedCodes
-from megafp8.kernels.expert_rowwise import RowwiseCodes
+from megafp8.kernels.expert_scales import RowColumnCodes
 from megafp8.kernels.routed_rows import RoutedRows
 
-Codes = Union[RoutedCodes, RowwiseCodes, BlockwiseCodes]
+Codes = Union[RoutedCodes, RowColumnCodes]
 
 
 def fprop(inputs: Tensor, weights: Tensor, rows: RoutedRows) -> Tensor:

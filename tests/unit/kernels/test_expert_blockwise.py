@@ -18,8 +18,8 @@ interpreter.skip_without_kernels()
 from test_expert_casts import EXPERTS, TOKENS, by_expert, drawn, live, routed, weighted_swiglu
 
 from megafp8.kernels import expert_casts
-from megafp8.kernels.expert_blockwise import ALIGNMENT, BlockwiseCasts, BlockwiseCodes
-from megafp8.kernels.expert_scales import CurrentScale
+from megafp8.kernels.expert_blockwise import ALIGNMENT, BlockwiseCasts
+from megafp8.kernels.expert_scales import CurrentScale, RowColumnCodes
 from megafp8.kernels.expert_wgrad import add_wgrad
 from megafp8.kernels.rounding import format_spec
 from megafp8.kernels.routed_rows import RoutedRows, route, values_of_rows
@@ -55,7 +55,7 @@ def expected(values: Sequence[Tensor], operand: Operand, gemm: Gemm, is_power_of
 
 
 def check(
-    found: BlockwiseCodes, values: list[Tensor], rows: RoutedRows, is_power_of_two: bool, others: float = 0.0
+    found: RowColumnCodes, values: list[Tensor], rows: RoutedRows, is_power_of_two: bool, others: float = 0.0
 ) -> None:
     """All codes and scales of rows in use, up to a fraction of codes that may be others."""
     at = live(rows)
@@ -67,7 +67,7 @@ def check(
     row_scales = torch.cat([scales.view(-1, num_columns // LENGTH) for _, scales in of_rows])
     column_scales = torch.cat([scales.view(-1, num_columns) for _, scales in of_columns])
     assert (found.row_scale_inv[:, at].t() != row_scales).float().mean() <= others
-    assert (found.column_scale_inv[:num_blocks] != column_scales).float().mean() <= others
+    assert (found.column_scale_inv[:num_blocks, 0] != column_scales).float().mean() <= others
 
 
 @each_scale
@@ -139,7 +139,7 @@ def test_products_are_those_of_the_decoded_blocks(kind: str, gradients: type) ->
             assert end == start or (found[at].double() - wanted).norm() <= bound * wanted.norm()
         if end > start:
             left, right = (
-                decoded(each.columns[:, at], each.column_scale_inv[blocks].t(), each.dtype) for each in (dz, x)
+                decoded(each.columns[:, at], each.column_scale_inv[blocks, 0].t(), each.dtype) for each in (dz, x)
             )
             wanted = left @ right.t()
             assert (main_grad[expert].double() - 3.0 - wanted).norm() <= bound * wanted.norm()

@@ -30,7 +30,7 @@ from test_expert_casts import (
 )
 
 from megafp8.kernels import expert_casts, expert_rowwise
-from megafp8.kernels.expert_rowwise import RowwiseCodes
+from megafp8.kernels.expert_scales import RowColumnCodes
 from megafp8.kernels.routed_rows import RoutedRows, values_of_rows
 from megafp8.quantization.quantize import quantize_by_torch
 from megafp8.recipes import registry
@@ -49,7 +49,7 @@ def expected(values: Sequence[Tensor], operand: Operand, gemm: Gemm) -> tuple[li
     return [each.codes.view(torch.uint8) for each in found], [each.dequant_scale.view(-1) for each in found]
 
 
-def check(found: RowwiseCodes, values: Sequence[Tensor], rows: RoutedRows, others: float = 0.0) -> None:
+def check(found: RowColumnCodes, values: Sequence[Tensor], rows: RoutedRows, others: float = 0.0) -> None:
     """All codes and scales of rows in use, up to a fraction of codes that may be others."""
     for operand, gemm in ((Operand.INPUT, Gemm.FPROP), (Operand.GRAD_OUTPUT, Gemm.DGRAD)):
         codes, scales = expected(values, operand, gemm)

@@ -112,7 +112,7 @@ def test_gradients_are_e5m2_in_dgrad_and_wgrad(recipe: str, monkeypatch: pytest.
     for (dz, weights, result), (weight, columns, x, *_) in zip(dgrads, wgrads, strict=True):
         values = decoded(dz, rows)
         assert columns.dtype == torch.float8_e5m2 and weights.dtype == x.dtype == torch.float8_e4m3fn
-        transposed, weight_scales, *_ = weights.transposed
+        transposed, weight_scales, _ = weights.transposed
         for expert, each in enumerate(parts(rows)):
             w = transposed[expert].view(torch.float8_e4m3fn).float() * weight_scales[expert].view(-1, 1)
             assert near(result[each], values[each] @ w.t())
