@@ -18,7 +18,7 @@ from megafp8.config.muon import has_flat_shards
 from megafp8.planning.compute import BF16_BYTES, bytes_per_element
 from megafp8.planning.planned_run import PlannedRun
 from megafp8.resources.memory import parameters_on_stage
-from megafp8.resources.mixture_memory import BYTES, expert_parameters_on_stage
+from megafp8.resources.mixture_memory import BYTES, expert_parameters_on_stage, keeps_experts_in_bf16
 from megafp8.resources.recipe_shares import quantized_fraction
 
 COLLECTIVE_START_S, NVLINK_STEP_S, NETWORK_STEP_S = 8.4e-6, 3.4e-6, 14e-6
@@ -291,8 +291,7 @@ def data_parallel_traffic(run: PlannedRun, stage: int) -> DataParallelTraffic:
     dense = _group_traffic(run, stage, data_group(run), quantizable - experts, other, has_codes)
     if not experts:
         return dense
-    # In one launch their weights are not FP8.
-    has_codes &= run.config.parallel.moe_expert_kernels != "triton"
+    has_codes &= not keeps_experts_in_bf16(run.config)
     routed = _group_traffic(run, stage, expert_data_group(run), experts, 0, has_codes)
     return DataParallelTraffic(*(sum(each) for each in zip(astuple(dense), astuple(routed), strict=True)))
 

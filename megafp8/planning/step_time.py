@@ -30,7 +30,13 @@ from megafp8.planning.muon_cost import newton_schulz_s
 from megafp8.planning.planned_run import PlannedRun
 from megafp8.recipes import registry
 from megafp8.resources.memory import parameters_on_stage
-from megafp8.resources.mixture_memory import BYTES, SCALED, expert_layers_on_stage, expert_parameters_on_stage
+from megafp8.resources.mixture_memory import (
+    BYTES,
+    SCALED,
+    expert_layers_on_stage,
+    expert_parameters_on_stage,
+    keeps_experts_in_bf16,
+)
 from megafp8.resources.recipe_shares import (
     BACKWARD_GEMMS,
     BF16,
@@ -387,9 +393,8 @@ def weight_casts_s(run: PlannedRun, stage: int) -> float:
     quantizable, _ = parameters_on_stage(run.config, run.padded_vocab, stage)
     num_elements = float(quantizable)
     if run.config.precision.fp8_param_gather:
-        # FP8 parameters only need the transposed codes: the optimizer writes the codes. Those of experts in one launch
-        # are not FP8.
-        in_bf16 = expert_parameters_on_stage(run.config, stage) if is_one_launch(run.config) else 0
+        # FP8 parameters only need the transposed codes: the optimizer writes the codes.
+        in_bf16 = expert_parameters_on_stage(run.config, stage) if keeps_experts_in_bf16(run.config) else 0
         num_elements = (num_elements + in_bf16) / 2
     num_elements /= max(1, multi_token.num_layers_with_mtp(run.config, stage))
     counts = layer_counts(run, stage, FORWARD_GEMMS)

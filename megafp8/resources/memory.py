@@ -267,10 +267,8 @@ def estimate_memory(
     quantizable, other = parameters_on_stage(config, padded_vocab, stage)
     parameters = quantizable + other
     quantized = int(quantizable * quantized_fraction(config, stage))
-    in_one_launch = expert_parameters_on_stage(config, stage) if config.parallel.moe_expert_kernels == "triton" else 0
-    weights_bytes, fp8_copies_bytes = _weight_bytes(
-        config, quantized, parameters - quantized, implementation, in_one_launch
-    )
+    in_bf16 = expert_parameters_on_stage(config, stage) if mixture_memory.keeps_experts_in_bf16(config) else 0
+    weights_bytes, fp8_copies_bytes = _weight_bytes(config, quantized, parameters - quantized, implementation, in_bf16)
     if _is_last(config, stage):
         fp8_copies_bytes += _output_copy_bytes(config, padded_vocab, implementation)
     logits_bytes = _logit_bytes(config, padded_vocab) if _is_last(config, stage) else 0
@@ -379,12 +377,12 @@ def _output_copy_bytes(config: RunConfig, padded_vocab: int, implementation: Lay
 
 
 def _weight_bytes(
-    config: RunConfig, quantized: int, other: int, implementation: LayerBackend, in_one_launch: int
+    config: RunConfig, quantized: int, other: int, implementation: LayerBackend, in_bf16: int
 ) -> tuple[int, int]:
     """Bytes of the weights, and bytes of the quantized copies that are kept besides them.
 
     Args:
-        in_one_launch: of experts, which are in high precision beside FP8 weights, too.
+        in_bf16: of the quantized ones, those that are in high precision beside FP8 weights, too.
     """
     precision = config.precision
     param_bytes = BYTES[derived.params_dtype(precision)]
@@ -394,7 +392,7 @@ def _weight_bytes(
     has_two = keeps_transpose or not all(recipe.shares_weight_codes for recipe in derived.used_recipes(precision))
     copies = int(quantized * _code_bytes(precision) * (2 if has_two else 1))
     if precision.fp8_param_gather:
-        return copies + (other + in_one_launch) * param_bytes, 0
+        return copies + (other + in_bf16) * param_bytes, 0
     return (quantized + other) * param_bytes, copies
 
 

@@ -88,6 +88,11 @@ def expert_parameters_on_stage(config: RunConfig, stage: int) -> int:
     return expert_layers_on_stage(config, stage) * per_layer // ranks
 
 
+def keeps_experts_in_bf16(config: RunConfig) -> bool:
+    """Whether the experts' weights stay in BF16 with `--fp8-param-gather`: where all of them run in one launch."""
+    return config.parallel.moe_expert_kernels == "triton"
+
+
 def mlp_channels(config: RunConfig, tokens: int, residual: int) -> tuple[int, int]:
     """Elements in the MLP of a layer on one rank, mean over the layers, and permuted elements of experts' inputs.
 
