@@ -12,9 +12,8 @@ from typing import Any, Optional
 
 import numpy as np
 import torch
-from megatron.core.datasets.gpt_dataset import MockGPTDataset
 
-from megafp8.data.gpt_dataset import EpochsDataset
+from megafp8.data.gpt_dataset import EpochsDataset, MockEpochsDataset
 from megafp8.data.index_cache import Arrays
 from megafp8.data.packing import DocumentPacking, build_packed_epochs, pack_lengths
 
@@ -27,7 +26,12 @@ class PackedDataset(EpochsDataset):
     @cached_property
     def packing(self) -> DocumentPacking:
         """How the documents fill the sequences of an epoch."""
-        return pack_lengths(self.dataset.sequence_lengths[self.indices], self.config.sequence_length)
+        return pack_lengths(self._lengths, self.config.sequence_length)
+
+    @property
+    def _lengths(self) -> np.ndarray:
+        """Of the documents of this part, int32."""
+        return self.dataset.sequence_lengths[self.indices]
 
     @property
     def samples_per_epoch(self) -> float:
@@ -39,8 +43,7 @@ class PackedDataset(EpochsDataset):
 
     def _build_epochs(self, num_epochs: int, tokens_per_epoch: int) -> Arrays:
         """Build the documents of every epoch, the starts of the samples (position in them, offset), and their order."""
-        lengths = self.dataset.sequence_lengths.copy()
-        return build_packed_epochs(lengths, self.indices, self.packing, self._generators(num_epochs))
+        return build_packed_epochs(self._lengths, self.indices, self.packing, self._generators(num_epochs))
 
     def __getitem__(self, idx: Optional[int]) -> dict[str, Any]:
         """A sequence, as `EpochsDataset.__getitem__`.
@@ -85,10 +88,8 @@ class PackedDataset(EpochsDataset):
         return sample | ({"document_starts": torch.from_numpy(starts[:-1])} if config.reset_attention_mask else {})
 
 
-class MockPackedDataset(PackedDataset, MockGPTDataset):
+class MockPackedDataset(PackedDataset, MockEpochsDataset):
     """megatron-core's mock documents, packed."""
-
-    build_low_level_dataset = staticmethod(MockGPTDataset.build_low_level_dataset)
 
 
 def packing_text(dataset: Any) -> str:

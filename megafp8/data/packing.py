@@ -147,8 +147,8 @@ def build_packed_epochs(
     """Build the order of the sequences of some epochs. Each epoch has sequences of other documents of the same lengths.
 
     Args:
-        lengths: int32 [documents of the shard].
-        documents: numbers of those that are packed, int32.
+        lengths: of the documents, int32.
+        documents: their numbers in the shard, int32.
         packing: of them.
         generators: of each epoch.
 
@@ -156,8 +156,8 @@ def build_packed_epochs(
         document_index, int32: the document of each piece, sequence after sequence; sample_index, [sequences + 1, 2]:
         first piece of each sequence, and its offset in the document; shuffle_index: the sequences in their order.
     """
-    own, length, num_epochs = lengths[documents], packing.seq_length, len(generators)
-    full, rest = np.divmod(own, length)
+    length, num_epochs = packing.seq_length, len(generators)
+    full, rest = np.divmod(lengths, length)
     # Sorts by falling length, with documents that have no rest at the end; 16 bits have a faster sort.
     order = np.where(rest, length - rest, length).astype(np.min_scalar_type(length))
     sequences = packing.sequence_of_pieces()
@@ -169,7 +169,7 @@ def build_packed_epochs(
     )
     shuffled = np.arange(num_epochs * num_samples, dtype=np.min_scalar_type(max(num_epochs * num_samples, 1 << 16)))
     for epoch, generator in enumerate(generators):
-        mixed = generator.permutation(len(own))
+        mixed = generator.permutation(len(lengths))
         by_length = mixed[np.argsort(order[mixed], kind="stable")[: len(sequences)]]
         # Pieces of a sequence are in random order: where a document is says nothing about its length.
         pieces = generator.permutation(len(sequences))

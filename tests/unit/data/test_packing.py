@@ -78,7 +78,7 @@ def test_every_token_is_in_one_sequence_of_an_epoch(seed: int) -> None:
     documents = np.arange(len(lengths) // 4, len(lengths), dtype=np.int32)
     packing = pack_lengths(lengths[documents], seq_length)
     generators = [np.random.RandomState(number) for number in range(3)]
-    arrays = build_packed_epochs(lengths, documents, packing, generators)
+    arrays = build_packed_epochs(lengths[documents], documents, packing, generators)
     index, samples, order = arrays["document_index"], arrays["sample_index"], arrays["shuffle_index"]
     size = packing.num_sequences
     assert len(order) == 3 * size == len(samples) - 1
