@@ -56,6 +56,17 @@ def split_shares(text: str) -> tuple[float, ...]:
     return shares
 
 
+def num_training_documents(config: RunConfig, count: int) -> int:
+    """Documents of a shard that `--split` gives to training, of `count`: rounded as by megatron-core.
+
+    Raises:
+        ValueError: the split cannot be parsed.
+    """
+    text = split(config)
+    shares = (1.0,) if text is None else split_shares(text)
+    return round(shares[0] / sum(shares) * count)
+
+
 # ---- recipes ------------------------------------------------------------------------------------------------------
 
 

@@ -112,14 +112,12 @@ def _read_shard(config: RunConfig, prefix: str) -> _Shard:
     assert data.seq_length is not None
     if is_url(prefix):
         raise DataError(f"{prefix} is in object storage, from which a plan and a dry run read nothing")
-    index, manifest, split = read_index(prefix), load_manifest(prefix), derived.split(config)
+    index, manifest = read_index(prefix), load_manifest(prefix)
     is_packed = data.packing == BEST_FIT
     # A sequence of an index is packed by itself, but without packing only the end of a document is a border.
     has_parts = not is_packed and index.num_documents < len(index.sequence_lengths)
     count = index.num_documents if has_parts else len(index.sequence_lengths)
-    if split is not None:
-        shares = derived.split_shares(split)
-        count = round(count * shares[0] / sum(shares))
+    count = derived.num_training_documents(config, count)
     size = count if count <= MOST_DOCUMENTS else MOST_DOCUMENTS // BLOCKS
     starts = [0] if size == count else np.linspace(0, count - size, BLOCKS).astype(int).tolist()
     parts = []

@@ -66,11 +66,10 @@ def samples_of_epoch(config: RunConfig) -> int:
         raise ConfigError("a blend with weights has no epochs")
     if data.seq_length is None:
         raise ConfigError("--seq-length is missing")
-    shares = (1.0,) if split is None else derived.split_shares(split)
     if data.packing == BEST_FIT:
-        fraction = shares[0] / sum(shares)
         lengths = [read_index(prefix).sequence_lengths for prefix in blend.prefixes]
-        packings = [pack_lengths(each[: round(fraction * len(each))], data.seq_length) for each in lengths]
-        return max(1, sum(each.num_sequences for each in packings))
+        trained = [each[: derived.num_training_documents(config, len(each))] for each in lengths]
+        return max(1, sum(pack_lengths(each, data.seq_length).num_sequences for each in trained))
+    shares = (1.0,) if split is None else derived.split_shares(split)
     tokens = sum(read_index(prefix).num_tokens for prefix in blend.prefixes)
     return max(1, int(tokens * shares[0] / sum(shares)) // data.seq_length)
