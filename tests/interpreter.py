@@ -72,8 +72,3 @@ def constants_before_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
             return result.value if isinstance(result.value, tensor) else result
 
         monkeypatch.setattr(constexpr, name, combine)
-
-
-def run_experts_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give experts in one launch exact kernels on a CPU."""
-    make_exact(monkeypatch)

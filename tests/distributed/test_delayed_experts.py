@@ -37,7 +37,7 @@ States = dict[str, Tensor]
 
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreter.run_experts_on_cpu(monkeypatch)
+    interpreter.make_exact(monkeypatch)
 
 
 def states_of(run: Run) -> States:

@@ -33,7 +33,7 @@ TENSORS = {"linear_fc1.input", "linear_fc2.weight", "linear_fc2.grad_output"}
 
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreter.run_experts_on_cpu(monkeypatch)
+    interpreter.make_exact(monkeypatch)
 
 
 def infinite(tensor: Tensor) -> Tensor:

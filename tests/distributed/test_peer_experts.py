@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not IS_INTERPRETED, reason="ranks on a CPU")
 
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreter.run_experts_on_cpu(monkeypatch)
+    interpreter.make_exact(monkeypatch)
 
 
 def trained(flags: str, dispatcher: str) -> tuple[Curve, int]:

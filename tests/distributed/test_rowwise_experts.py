@@ -28,7 +28,7 @@ ROWWISE = MODEL.partition("--fp8-recipe")[0] + "--fp8-recipe rowwise --global-ba
 
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreter.run_experts_on_cpu(monkeypatch)
+    interpreter.make_exact(monkeypatch)
 
 
 def trained(flags: str, world_size: int, is_stacked: bool) -> Curve:

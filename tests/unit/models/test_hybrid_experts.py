@@ -35,7 +35,7 @@ BOUND = 3e-3 if IS_INTERPRETED else 5e-3
 
 @pytest.fixture(autouse=IS_INTERPRETED)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreter.run_experts_on_cpu(monkeypatch)
+    interpreter.make_exact(monkeypatch)
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
