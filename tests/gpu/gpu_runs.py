@@ -83,6 +83,13 @@ def gap(one: Curve, other: Curve) -> float:
     return max(abs(a - b) / b for a, b in zip(one.losses, other.losses, strict=True))
 
 
+def gap_to_emulated(flags: str, num_steps: int) -> float:
+    """That of a run to the same one with emulated layers."""
+    found = gap(gpu_curve(flags, num_steps), gpu_curve(f"{flags} --transformer-impl emulated", num_steps))
+    print(f"\n{flags}: gap {found:.2e}")
+    return found
+
+
 def unbroken_and_resumed(extra: str, steps: int, folder: Path) -> tuple[Curve, Curve]:
     """The last steps of an unbroken run, and of one that resumed from a checkpoint in the middle."""
     with gpu_run(extra) as run:

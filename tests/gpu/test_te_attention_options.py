@@ -12,7 +12,7 @@ from requirements import require_transformer_engine
 pytestmark = pytest.mark.gpu
 require_transformer_engine()
 
-from gpu_runs import RECIPES, gap, gpu_curve, gpu_run, unbroken_and_resumed
+from gpu_runs import RECIPES, gap_to_emulated, gpu_curve, gpu_run, unbroken_and_resumed
 from gpu_sizes import ATTENTION_OPTIONS
 
 from megafp8.models.loss import document_ends
@@ -24,16 +24,14 @@ curve = functools.partial(gpu_curve, num_steps=STEPS)
 
 @pytest.mark.parametrize("name", ATTENTION_OPTIONS)
 def test_an_option_trains_as_with_emulated_layers(name: str) -> None:
-    native, emulated = curve(ATTENTION_OPTIONS[name]), curve(f"{ATTENTION_OPTIONS[name]} --transformer-impl emulated")
-    print(f"\n{name}: gap {gap(native, emulated):.2e}")
-    assert gap(native, emulated) < CLOSE
-    assert native.losses != curve("").losses  # it has an effect
+    assert gap_to_emulated(ATTENTION_OPTIONS[name], STEPS) < CLOSE
+    assert curve(ATTENTION_OPTIONS[name]).losses != curve("").losses  # it has an effect
 
 
 @pytest.mark.parametrize("name", ATTENTION_OPTIONS)
 def test_an_option_with_fp8(name: str) -> None:
     flags = f"{RECIPES['tensorwise']} {ATTENTION_OPTIONS[name]}"
-    assert gap(curve(flags), curve(f"{flags} --transformer-impl emulated")) < 5e-3
+    assert gap_to_emulated(flags, STEPS) < 5e-3
 
 
 def test_learnable_offsets_resume_to_the_bit(tmp_path: Path) -> None:

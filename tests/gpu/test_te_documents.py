@@ -15,7 +15,7 @@ from requirements import require_transformer_engine
 pytestmark = pytest.mark.gpu
 require_transformer_engine()
 
-from gpu_runs import RECIPES, check_graph_equals_launched_kernels, gap, gpu_curve, gpu_run
+from gpu_runs import RECIPES, check_graph_equals_launched_kernels, gap_to_emulated, gpu_run
 from gpu_sizes import SIZES
 from packed_kernel import each_document
 from side_by_side import End, Launch, run_all, run_folder
@@ -38,16 +38,13 @@ LATENT = (
 GROUPED = "--group-query-attention --num-query-groups 2"
 MODELS = {"plain": "", "grouped queries": GROUPED, "latent": LATENT, "windows": "--window-size 24,0"}
 CLOSE = {"bf16": 2e-3, "tensorwise": 5e-3}  # as in test_te_attention_options.py
-curve = functools.partial(gpu_curve, num_steps=STEPS)
 
 
 @pytest.mark.parametrize("recipe", CLOSE)
 @pytest.mark.parametrize("name", MODELS)
 def test_documents_train_as_with_emulated_layers(name: str, recipe: str) -> None:
     flags = f"{RECIPES[recipe]} {MODELS[name]} {DOCUMENTS}"
-    found = gap(curve(flags), curve(f"{flags} --transformer-impl emulated"))
-    print(f"\n{name}, {recipe}: gap {found:.2e}")
-    assert found < CLOSE[recipe]
+    assert gap_to_emulated(flags, STEPS) < CLOSE[recipe]
 
 
 @pytest.mark.parametrize("extra", ["", RECIPES["delayed"], LATENT])

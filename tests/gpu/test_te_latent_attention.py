@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from requirements import require_transformer_engine
 pytestmark = pytest.mark.gpu
 require_transformer_engine()
 
-from gpu_runs import RECIPES, gap, gpu_curve, unbroken_and_resumed
+from gpu_runs import RECIPES, gap_to_emulated, unbroken_and_resumed
 
 LATENT = (
     "--multi-latent-attention --q-lora-rank 64 --kv-lora-rank 64 --qk-head-dim 64 --qk-pos-emb-head-dim 32 "
@@ -26,16 +25,13 @@ MODELS = {
 }
 STEPS = 4
 CLOSE = {"bf16": 2e-3, "tensorwise": 5e-3, "delayed": 1e-2, "blockwise": 5e-3}  # relative; two kernels of attention
-curve = functools.partial(gpu_curve, num_steps=STEPS)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_trains_as_with_emulated_layers(name: str, recipe: str) -> None:
     flags = f"{RECIPES[recipe]} {MODELS[name]}"
-    found = gap(curve(flags), curve(f"{flags} --transformer-impl emulated"))
-    print(f"\n{name}, {recipe}: gap {found:.2e}")
-    assert found < CLOSE[recipe]
+    assert gap_to_emulated(flags, STEPS) < CLOSE[recipe]
 
 
 def test_both_resume_to_the_bit(tmp_path: Path) -> None:
