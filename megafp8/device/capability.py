@@ -36,6 +36,8 @@ from megafp8.utils.installation import transformer_engine_command
 _BY_BLOCK = "Transformer Engine reduces the amaxes of all layers together, after the last layer"
 _NOT_SAVED = "megatron-core does not save the amax history of an output layer; use a recipe without amax history"
 
+MAX_DETERMINISTIC_PRODUCTS = 2**30
+
 
 @dataclass(frozen=True)
 class Target:
@@ -143,7 +145,8 @@ def capability_problems(config: RunConfig, target: Target) -> list[str]:
         found += graph_problems(config, implementation, target.transformer_engine is not None)
     if implementation.needs_transformer_engine:
         found += [f"{text}; change it, or use --transformer-impl emulated" for text in unsupported_layers(config)]
-        found += fp8_attention_problems(config, target) + quantizer_problems(config)
+        found += fp8_attention_problems(config, target) + deterministic_attention_problems(config, target)
+        found += quantizer_problems(config)
         found += fp16_master_problems(config) + fsdp_codes_problems(config)
     return fp8_lm.with_origins(found, config)
 
@@ -340,6 +343,33 @@ def fp8_attention_problems(config: RunConfig, target: Target) -> list[str]:
             f"{flag}: on {target.name} only 128 channels per head are supported, not {channels}; use --kv-channels 128"
         ]
     return []
+
+
+def deterministic_attention_problems(config: RunConfig, target: Target) -> list[str]:
+    """Documents that are too long for cuDNN's deterministic backward kernels on Hopper.
+
+    They need memory for documents x heads x queries x keys, and Transformer Engine (`get_attention_backend`) leaves
+    them out from 2^30 on: its unfused attention needs even more. With one document a sequence, the fewest that there
+    may be.
+    """
+    precision, parallel, heads = config.precision, config.parallel, config.model.num_attention_heads
+    length, batch_size = config.data.seq_length, config.training.micro_batch_size
+    is_requested = precision.deterministic_mode and config.data.reset_attention_mask
+    if not is_requested or precision.attention_backend != "auto" or target.compute_capability != (9, 0):
+        return []
+    if not (heads and length and batch_size):
+        return []
+    # Context-parallel ranks divide the heads, or each has two pieces of the queries.
+    context = parallel.context_parallel_size
+    pieces = context if parallel.cp_comm_type == "a2a" or context == 1 else 2 * context
+    products = batch_size * heads * length**2 // (parallel.tensor_model_parallel_size * pieces)
+    if products < MAX_DETERMINISTIC_PRODUCTS:
+        return []
+    return [
+        f"--deterministic-mode with --reset-attention-mask and --seq-length {length}: on {target.name} deterministic "
+        f"attention of documents needs {128 * products / 2**30:,.0f} GiB or more; remove --deterministic-mode, or use "
+        "--transformer-impl emulated"
+    ]
 
 
 def has_te_recipe(chosen: LinearChoice) -> bool:

@@ -1,9 +1,8 @@
-"""Attention within documents by Transformer Engine's kernels: losses, CUDA graphs, and two context-parallel ranks."""
+"""Attention within documents by Transformer Engine's kernels: losses, and CUDA graphs."""
 
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -16,13 +15,10 @@ pytestmark = pytest.mark.gpu
 require_transformer_engine()
 
 from gpu_runs import RECIPES, check_graph_equals_launched_kernels, gap_to_emulated, gpu_run
-from gpu_sizes import SIZES
 from packed_kernel import each_document
-from side_by_side import End, Launch, run_all, run_folder
 from small_run import DocumentSamples
 from torch import Tensor
 
-from megafp8.analysis.runs import load_run
 from megafp8.mcore.zigzag import to_ranks
 from megafp8.models.loss import document_ends
 from megafp8.te import packed_sequences
@@ -93,42 +89,3 @@ def test_kernels_of_packed_documents(size: int, name: str) -> None:
     ]  # fmt: skip
     print(f"\n{name}, {size} ranks: output, queries, keys, values {errors}")
     assert all(error < 2e-2 for error in errors)
-
-
-CONTEXT = (
-    f"{SIZES} --bf16 --seq-length 4096 --micro-batch-size 2 --train-iters {STEPS} --eval-iters 0 --no-save-optim "
-    "--no-save-rng --log-interval 1 --cuda-graph-impl none --step-timeout-s 20"
-)
-# Mock documents have 2,048 tokens, on average.
-RUNS = {
-    "whole": (1, ""),
-    "one rank": (1, DOCUMENTS),
-    "gathered": (2, f"{DOCUMENTS} --context-parallel-size 2"),
-    "exchanged": (2, f"{DOCUMENTS} --context-parallel-size 2 --cp-comm-type a2a"),
-    "latent one rank": (1, f"{DOCUMENTS} {LATENT}"),
-    "latent gathered": (2, f"{DOCUMENTS} {LATENT} --context-parallel-size 2"),
-    "latent exchanged": (2, f"{DOCUMENTS} {LATENT} --context-parallel-size 2 --cp-comm-type a2a"),
-}
-
-
-@pytest.fixture(scope="module")
-def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
-    """Of the runs of `RUNS`, by name."""
-    folder = tmp_path_factory.mktemp("documents")
-    launches = [
-        Launch(name=name, num_ranks=num_ranks, flags=f"{CONTEXT} {flags}", alone=num_ranks > 1)
-        for name, (num_ranks, flags) in RUNS.items()
-    ]
-    ends: dict[str, End] = run_all(folder, launches, torch.cuda.device_count())
-    for name, end in ends.items():
-        assert set(end.statuses) == {0}, f"{name}: {end.output[-4000:]}"
-    return {name: [step.loss for step in load_run(run_folder(Path(folder), name)).steps] for name in ends}
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("name", ["gathered", "exchanged", "latent gathered", "latent exchanged"])
-def test_context_parallel_ranks_follow_one_rank(losses: dict[str, list[float]], name: str) -> None:
-    one = losses["latent one rank" if "latent" in name else "one rank"]
-    print(f"\n{name}: {losses[name]}, one rank: {one}, without borders: {losses['whole']}")
-    assert len(one) == STEPS and losses[name] == pytest.approx(one, rel=1e-3)
-    assert losses["one rank"] != pytest.approx(losses["whole"], rel=1e-3)

@@ -42,10 +42,15 @@ def report_attention(run: Run, sinks: Sinks, step: int) -> None:
     has_faster_kernels = derived.params_dtype(precision) != "fp32"  # fused and flash attention have no FP32
     if chosen == "unfused" and precision.attention_backend == "auto" and has_faster_kernels:
         cudnn = Path(torch.__file__).parents[1] / "nvidia/cudnn"
+        cause = f"The usual cause is a second cuDNN on the system: export CUDNN_HOME={cudnn}"
+        if precision.deterministic_mode and run.config.data.reset_attention_mask:
+            cause = (
+                "Deterministic attention of documents needs memory for documents x heads x length^2, and there are too "
+                "many: remove --deterministic-mode"
+            )
         raise CapabilityError(
             "Transformer Engine fell back to unfused attention, which is about 30% slower and needs far more memory. "
-            f"The usual cause is a second cuDNN on the system: export CUDNN_HOME={cudnn}. For the reason, set "
-            "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2. To accept it: --attention-backend unfused"
+            f"{cause}. For the reason, set NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2. To accept it: --attention-backend unfused"
         )
     if precision.fp8_dot_product_attention and is_quantized_at(precision, step) and not chosen.endswith(", FP8)"):
         raise CapabilityError(

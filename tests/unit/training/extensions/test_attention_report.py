@@ -15,12 +15,12 @@ from megafp8.mcore import cpu_patches
 
 cpu_patches.install()
 
-from megafp8.config.schema import PrecisionConfig, RunConfig
+from megafp8.config.schema import DataConfig, PrecisionConfig, RunConfig
 from megafp8.errors import CapabilityError
 from megafp8.training.extensions.attention_report import report_attention
 
 
-def report(chosen: str, monkeypatch: pytest.MonkeyPatch, **precision: Any) -> list[str]:
+def report(chosen: str, monkeypatch: pytest.MonkeyPatch, has_borders: bool = False, **precision: Any) -> list[str]:
     """The record of the attention backend that Transformer Engine chose."""
     layers: Any = ModuleType("megafp8.te.layers")
     layers.selected_attention_backend = lambda: chosen
@@ -28,7 +28,7 @@ def report(chosen: str, monkeypatch: pytest.MonkeyPatch, **precision: Any) -> li
     monkeypatch.setitem(sys.modules, "megafp8.te.runtime", layers)
     del sys.modules["megafp8.te.runtime"]  # imported with the stand-in, and forgotten afterwards
     written: list[Any] = []
-    config = RunConfig(precision=PrecisionConfig(**precision))
+    config = RunConfig(precision=PrecisionConfig(**precision), data=DataConfig(reset_attention_mask=has_borders))
     run = SimpleNamespace(config=config, implementation=TRANSFORMER_ENGINE)
     try:
         report_attention(run, SimpleNamespace(write=written.append), 1)  # type: ignore[arg-type]
@@ -46,6 +46,11 @@ def test_unfused_attention_ends_a_run_that_did_not_ask_for_it(monkeypatch: pytes
         report("unfused", monkeypatch, bf16=True)
     assert f"CUDNN_HOME={Path(torch.__file__).parents[1]}/nvidia/cudnn" in str(caught.value)
     assert report("unfused", monkeypatch, bf16=True, attention_backend="unfused") == ["Transformer Engine unfused"]
+
+
+def test_deterministic_attention_of_documents_may_be_unfused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CapabilityError, match="remove --deterministic-mode"):
+        report("unfused", monkeypatch, has_borders=True, bf16=True, deterministic_mode=True)
 
 
 def test_fp32_has_unfused_attention_only(monkeypatch: pytest.MonkeyPatch) -> None:
