@@ -96,8 +96,8 @@ def layout_problems(config: RunConfig) -> Iterator[str]:
         yield "expert tensor-parallel ranks: give --expert-tensor-parallel-size 1"
     if not has_expert_ranks:
         return
-    if (dispatcher := mixture.token_dispatcher(config)) not in ("alltoall", mixture.PEER):
-        yield f"--moe-token-dispatcher-type {dispatcher} with expert-parallel ranks"
+    if mixture.token_dispatcher(config) == "flex":
+        yield "--moe-token-dispatcher-type flex with expert-parallel ranks"
     if parallel.moe_shared_expert_overlap:
         yield "--moe-shared-expert-overlap with expert-parallel ranks"
 

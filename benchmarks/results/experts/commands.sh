@@ -25,5 +25,7 @@ LAYOUTS="python benchmarks/gpu_layouts.py --warm-up 8 --steps 30"
 $LAYOUTS --layouts "1 GPU" --shape M1 --modes bf16 tensorwise-e4m3 delayed blockwise
 $LAYOUTS --layouts "1 GPU" --shape M3 --modes bf16 tensorwise-e4m3 delayed blockwise
 P="--moe-token-dispatcher-type peer"
-$LAYOUTS --layouts "EP 2" --shape M1 --modes "bf16 $P" "tensorwise-e4m3 $P" "delayed $P"
-$LAYOUTS --layouts "EP 2" --shape M3 --modes "bf16 $P" "delayed $P"
+$LAYOUTS --layouts "EP 2" --shape M1 --rounds 2 --modes "bf16 $P" "tensorwise-e4m3 $P" "delayed $P"
+$LAYOUTS --layouts "EP 2" --shape M1 --skewed --modes "bf16 $P" "tensorwise-e4m3 $P"
+$LAYOUTS --layouts "EP 2" --shape M3 --rounds 2 --modes "bf16 $P" "delayed $P"
+$LAYOUTS --layouts "1 GPU" --shape M2 --modes bf16 delayed

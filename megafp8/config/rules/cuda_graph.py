@@ -38,6 +38,7 @@ def _settings_without_default_graph(config: RunConfig) -> Iterator[tuple[str, st
     context, messages = parallel.context_parallel_size, parallel.cp_comm_type
     has_other_ranks = max(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size) > 1
     flag, untested = f"--context-parallel-size {context}", "its graph has not been tested on GPUs"
+    tested = ("p2p", "a2a") if config.data.reset_attention_mask else ("p2p",)
     fsdp2 = (
         "losses of its graph, which shortens steps only with --fp8-param-gather, have not been compared with those of "
         "launched kernels"
@@ -45,8 +46,7 @@ def _settings_without_default_graph(config: RunConfig) -> Iterator[tuple[str, st
     checks = (
         (is_interleaved(config), "virtual pipeline stages", "their graph has been tested in BF16 on two GPUs only"),
         (context > 2, flag, untested),
-        (context == 2 and messages != "p2p", f"{flag} with --cp-comm-type {messages}", untested),
-        (context == 2 and config.data.reset_attention_mask, f"{flag} with --reset-attention-mask", untested),
+        (context == 2 and messages not in tested, f"{flag} with --cp-comm-type {messages}", untested),
         (context == 2 and has_other_ranks, f"{flag} with tensor- or pipeline-parallel ranks", untested),
         (parallel.use_torch_fsdp2, "--use-torch-fsdp2", fsdp2),
     )

@@ -54,6 +54,7 @@ FORMAT = "with --fp8-format e4m3 all of them run in one launch"
         (DELAYED, "transformer_engine", None),
         ("", "transformer_engine", None),
         (EP2, "transformer_engine", None),
+        (f"{EP2} --moe-token-dispatcher-type allgather", "transformer_engine", None),
         (HYBRID, "transformer_engine", None),
         ("--fp8-format e5m2", "transformer_engine", FORMAT),
         ("--fp8-format e5m2 --moe-expert-kernels te", "transformer_engine", FORMAT),
@@ -61,7 +62,7 @@ FORMAT = "with --fp8-format e4m3 all of them run in one launch"
         (MXFP8, "transformer_engine", "with --fp8-recipe tensorwise all of them run in one launch"),
         (f"{DELAYED} --moe-expert-kernels te", "transformer_engine", "without --moe-expert-kernels te all of them run"),
         (
-            f"{EP2} --moe-token-dispatcher-type allgather",
+            f"{EP2} --moe-token-dispatcher-type flex",
             "transformer_engine",
             "with --moe-token-dispatcher-type alltoall",
         ),
@@ -87,7 +88,7 @@ def test_a_run_whose_experts_run_one_by_one_says_what_avoids_it(
 
 
 def test_the_suggestion_may_be_several_flags() -> None:
-    text = f"--fp8-format e5m2 --fp8-recipe mxfp8 {EP2} --moe-token-dispatcher-type allgather"
+    text = f"--fp8-format e5m2 --fp8-recipe mxfp8 {EP2} --moe-token-dispatcher-type flex"
     config = flags.parse(f"--model-preset mixtral-8x7b --bf16 {text}".split()).config
     suggestion = one_launch_suggestion(config)
     assert all(

@@ -87,7 +87,9 @@ MODEL = (
 )
 
 
-def curve(stacked: Optional[dict[str, Any]], sends_codes: bool = False, num_ranks: int = 2) -> Curve:
+def curve(
+    stacked: Optional[dict[str, Any]], sends_codes: bool = False, num_ranks: int = 2, dispatcher: str = "alltoall"
+) -> Curve:
     """A run with linears, or with stacked experts that have some arguments."""
     if stacked is not None:
         original = layer_specs.mixture_spec
@@ -103,17 +105,17 @@ def curve(stacked: Optional[dict[str, Any]], sends_codes: bool = False, num_rank
 
         layer_specs.mixture_spec = mixture_spec
     model = MODEL.replace("--expert-model-parallel-size 2", f"--expert-model-parallel-size {num_ranks}")
-    return curve_of(small_config("llama", model, num_ranks), 3)
+    return curve_of(small_config("llama", model.replace("type alltoall", f"type {dispatcher}"), num_ranks), 3)
 
 
 on_cpu_ranks = pytest.mark.skipif(not IS_INTERPRETED, reason="ranks on a CPU")
 
 
 @on_cpu_ranks
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_run_is_that_of_linears(num_ranks: int) -> None:
+@pytest.mark.parametrize(("num_ranks", "dispatcher"), [(1, "alltoall"), (2, "alltoall"), (2, "allgather")])
+def test_a_run_is_that_of_linears(num_ranks: int, dispatcher: str) -> None:
     """With two ranks: dispatch, gradient buffers of experts, their reduction and the update."""
-    stacked, linears = (run_ranks(num_ranks, curve, params, False, num_ranks)[0] for params in ({}, None))
+    stacked, linears = (run_ranks(num_ranks, curve, params, False, num_ranks, dispatcher)[0] for params in ({}, None))
     assert stacked.losses == pytest.approx(linears.losses, rel=1e-3)
     assert stacked.grad_norms == pytest.approx(linears.grad_norms, rel=1e-2)
 

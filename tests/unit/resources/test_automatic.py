@@ -124,9 +124,9 @@ def test_a_flag_wins(flag: str, field: str) -> None:
         ("--fp8-format e4m3 --fp8-recipe blockwise", "triton", "all experts in one launch"),
         ("--fp8-format e4m3 --expert-model-parallel-size 2", "triton", "all experts in one launch"),
         (
-            "--fp8-format e4m3 --expert-model-parallel-size 2 --moe-token-dispatcher-type allgather",
+            "--fp8-format e4m3 --expert-model-parallel-size 2 --moe-token-dispatcher-type flex",
             "te",
-            "--moe-token-dispatcher-type allgather with expert-parallel ranks",
+            "--moe-token-dispatcher-type flex with expert-parallel ranks",
         ),
     ],
 )
