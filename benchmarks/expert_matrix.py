@@ -3,23 +3,24 @@
     python benchmarks/expert_matrix.py --shard 1/7 --json FILE [--minutes 9]
     python benchmarks/expert_matrix.py --json FILE                (the table of what is measured)
 
-A block is a shape, a layout and a dispatcher, with BF16, each recipe and the peer in turns (`gpu_layouts.py`). A shard
-takes every Nth block, leaves out those that the file has, and starts none after `--minutes`: run the shards one after
-the other, and again until nothing is missing. The peer has the dispatcher `alltoall`, and is in one block of a layout.
+A block is a shape, a layout and a dispatcher, with BF16, recipes and the peer one after the other (`gpu_layouts.py`,
+which writes the rows). A shard takes every Nth block, measures what the file lacks, and starts no block after
+`--minutes`: run the shards one after the other, and again until nothing is missing. The peer has the dispatcher
+`alltoall`, and is in one block of a layout.
 
-A cell counts as slower where its step takes more than 1 / 0.97 of BF16's, or of the peer's with the same recipe, in
-every round.
+A cell counts as slower where its step takes more than 1 / 0.97 of BF16's, or of the peer's with the same recipe, in two
+rounds. Where it does in the first one, it is measured a second time, beside what it is compared with.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -30,88 +31,111 @@ from benchmarks import timing
 
 ONE, TWO = "1 GPU", "EP 2"
 BASE = "bf16"
-OURS = (BASE, "tensorwise-e4m3", "tensorwise", "delayed-e4m3", "delayed", "blockwise")
-PEERS = ("@bf16", "@tensorwise", "@delayed", "@blockwise")
-LIMIT = 0.97
+HYBRID = ("tensorwise", "delayed", "blockwise")
+OURS = (BASE, *HYBRID, "tensorwise-e4m3", "delayed-e4m3")
+PEERS = tuple(f"@{recipe}" for recipe in (BASE, *HYBRID))
+DISPATCHER = "--moe-token-dispatcher-type"
+LIMIT, ROUNDS = 0.97, 2
+
+Steps = dict[str, list[float]]
+"""Milliseconds of each round, by recipe; of the peer behind an @."""
 
 
 class Block(NamedTuple):
-    """What is measured in turns."""
+    """What is measured together."""
 
     shape: str
     layout: str
     dispatcher: str
 
-    def modes(self) -> list[str]:
-        """As `gpu_layouts.py` takes them."""
-        ours = [f"{recipe} --moe-token-dispatcher-type {self.dispatcher}" for recipe in OURS]
-        return ours + (list(PEERS) if self.dispatcher in ("auto", "peer") else [])
+    @property
+    def has_peer(self) -> bool:
+        """One dispatcher of each layout has it, and the formats that others repeat."""
+        return self.dispatcher in ("auto", "peer")
+
+    @property
+    def recipes(self) -> tuple[str, ...]:
+        """What it compares."""
+        return (*OURS, *PEERS) if self.has_peer else (BASE, *HYBRID)
+
+    def mode(self, recipe: str) -> str:
+        """As `gpu_layouts.py` takes it."""
+        return recipe if recipe.startswith("@") else f"{recipe} {DISPATCHER} {self.dispatcher}"
 
 
 def blocks(shapes: Sequence[str]) -> list[Block]:
-    """All of them."""
+    """All of them, those that users meet first at the front."""
     places = [(ONE, "auto"), *((TWO, dispatcher) for dispatcher in ("peer", "alltoall", "allgather"))]
-    return [Block(shape, *place) for shape in shapes for place in places]
+    return [Block(shape, *place) for place in places for shape in shapes]
 
 
-def measure(block: Block, options: argparse.Namespace) -> None:
-    """Measure a block and append its rows to the file."""
-    with tempfile.TemporaryDirectory() as folder:
-        rows = Path(folder, "rows")
-        counts = ("--rounds", str(options.rounds), "--warm-up", str(options.warm_up), "--steps", str(options.steps))
-        command = [sys.executable, str(ROOT / "benchmarks" / "gpu_layouts.py"), "--shape", block.shape]
-        subprocess.run(
-            [*command, "--layouts", block.layout, *counts, "--json", rows, "--modes", *block.modes()], cwd=ROOT
-        )
-        found = rows.read_text().splitlines() if rows.exists() else []
-    with options.json.open("a", encoding="utf-8") as lines:
-        for row in found:
-            lines.write(json.dumps({"block": block, "row": json.loads(row)}) + "\n")
-
-
-def read(path: Path) -> dict[Block, list[dict[str, Any]]]:
-    """The rows of each block."""
-    found: dict[Block, list[dict[str, Any]]] = {}
+def read(path: Path) -> dict[Block, Steps]:
+    """The measurements of each block."""
+    found: dict[Block, Steps] = {}
     for line in path.read_text().splitlines() if path.exists() else ():
-        entry = json.loads(line)
-        found.setdefault(Block(*entry["block"]), []).append(entry["row"])
+        row = json.loads(line)
+        is_peer, layout = row["software"] == "mcore", row["layout"]
+        block = Block(row["shape"], layout, dispatcher_of(row, is_peer))
+        recipe = f"@{row['recipe']}" if is_peer else row["recipe"]
+        found.setdefault(block, {}).setdefault(recipe, []).append(row["step_ms"])
     return found
 
 
-def steps_by_mode(rows: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
-    """Milliseconds of each round, by recipe; of the peer behind an @."""
-    found: dict[str, list[float]] = {}
-    for row in rows:
-        found.setdefault(f"@{row['recipe']}" if row["software"] == "mcore" else row["recipe"], []).append(
-            row["step_ms"]
-        )
-    return found
+def dispatcher_of(row: dict[str, Any], is_peer: bool) -> str:
+    """The dispatcher of the block of a row."""
+    if is_peer:
+        return "auto" if row["layout"] == ONE else "peer"
+    return row["flags"].removeprefix(f"{DISPATCHER} ")
 
 
-def ratio(base: Optional[list[float]], mine: list[float]) -> Optional[timing.Ratio]:
-    """How many times as fast, in the rounds that both have."""
-    both = min(len(base or ()), len(mine))
-    return timing.ratio_of(base[:both], mine[:both]) if base else None
+def compared(steps: Steps, recipe: str) -> Iterator[tuple[str, list[float]]]:
+    """What a recipe of megafp8 must not be slower than: its name, and its steps."""
+    if recipe != BASE and BASE in steps:
+        yield BASE, steps[BASE]
+    peer = f"@{recipe.removesuffix('-e4m3')}"
+    if peer in steps:
+        yield peer, steps[peer]
 
 
-def is_slower(speed: Optional[timing.Ratio]) -> bool:
-    """In every round."""
-    return speed is not None and speed.high < LIMIT
+def slow_rounds(mine: list[float], base: list[float]) -> int:
+    """Rounds in which it is slower, or -1 if it is not in one of them."""
+    slow = [theirs / ours < LIMIT for ours, theirs in zip(mine, base, strict=False)]
+    return len(slow) if all(slow) else -1
 
 
-def cells(found: dict[Block, list[dict[str, Any]]]) -> list[tuple[Any, ...]]:
+def missing(block: Block, steps: Steps) -> list[str]:
+    """Recipes to measure: those without a row, or else those in doubt, with what they are compared with."""
+    if lacking := [recipe for recipe in block.recipes if recipe not in steps]:
+        return lacking
+    doubtful = dict[str, None]()
+    for recipe in (recipe for recipe in block.recipes if not recipe.startswith("@")):
+        for name, base in compared(steps, recipe):
+            if 0 < slow_rounds(steps[recipe], base) < ROUNDS:
+                doubtful |= dict.fromkeys((name, recipe))
+    return list(doubtful)
+
+
+def measure(block: Block, recipes: Sequence[str], options: argparse.Namespace) -> None:
+    """Measure some recipes of a block, whose rows are appended to the file one by one."""
+    counts = ("--warm-up", str(options.warm_up), "--steps", str(options.steps))
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_layouts.py"), "--shape", block.shape]
+    modes = [block.mode(recipe) for recipe in recipes]
+    subprocess.run(
+        [*command, "--layouts", block.layout, *counts, "--json", options.json.resolve(), "--modes", *modes], cwd=ROOT
+    )
+
+
+def cells(found: dict[Block, Steps]) -> list[tuple[Any, ...]]:
     """The table: a line for each recipe of each block, with a word where it is slower."""
     lines = []
-    for block, rows in found.items():
-        steps = steps_by_mode(rows)
-        # The peer's steps are in another block of the same layout, whose rounds are not these: no ratio by rounds.
-        for mode in (mode for mode in OURS if mode in steps):
-            to_bf16 = ratio(steps.get(BASE), steps[mode]) if mode != BASE else None
-            to_peer = ratio(steps.get(f"@{mode.removesuffix('-e4m3')}"), steps[mode])
-            slow = [name for name, speed in (("BF16", to_bf16), ("the peer", to_peer)) if is_slower(speed)]
-            lines.append(
-                (*block, mode, min(steps[mode]), to_bf16, to_peer, f"slower than {' and '.join(slow)}" if slow else "")
-            )
+    for block, steps in found.items():
+        for recipe in (recipe for recipe in OURS if recipe in steps):
+            bases = dict(compared(steps, recipe))
+            speeds = {name: statistics.median(base) / statistics.median(steps[recipe]) for name, base in bases.items()}
+            slow = [name for name, base in bases.items() if slow_rounds(steps[recipe], base) >= ROUNDS]
+            to_peer = next((speed for name, speed in speeds.items() if name.startswith("@")), None)
+            words = f"slower than {' and '.join(slow)}" if slow else ""
+            lines.append((*block, recipe, statistics.median(steps[recipe]), speeds.get(BASE), to_peer, words))
     return lines
 
 
@@ -121,7 +145,6 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", default=["M1", "M2", "M3"])
     parser.add_argument("--shard", help="I/N: measure every Nth block; default: only print the table")
     parser.add_argument("--minutes", type=float, default=9.0, help="no block is started after so long")
-    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--warm-up", type=int, default=4)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--json", type=Path, required=True, help="file with the rows of all shards")
@@ -135,20 +158,21 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Exit status 1 while blocks are missing."""
+    """Exit status 1 while something is missing."""
     options = parse(argv)
-    began, todo = time.monotonic(), blocks(options.shapes)
-    if options.shard:
-        for block in todo[options.number - 1 :: options.total]:
-            if block not in read(options.json) and time.monotonic() - began < 60 * options.minutes:
-                measure(block, options)
+    began, all_blocks = time.monotonic(), blocks(options.shapes)
+    for block in all_blocks[options.number - 1 :: options.total] if options.shard else ():
+        recipes = missing(block, read(options.json).get(block, {}))
+        if recipes and time.monotonic() - began < 60 * options.minutes:
+            measure(block, recipes, options)
     found = read(options.json)
     header = ("shape", "layout", "dispatcher", "recipe", "step ms", "to BF16", "to the peer", "")
     print(timing.format_table(header, cells(found)))
-    missing = [" ".join(block) for block in todo if block not in found]
-    if missing:
-        print(f"not measured: {', '.join(missing)}")
-    return 1 if missing else 0
+    todo = {block: missing(block, found.get(block, {})) for block in all_blocks}
+    for block, recipes in todo.items():
+        if recipes:
+            print(f"to measure: {' '.join(block)}: {', '.join(recipes)}")
+    return 1 if any(todo.values()) else 0
 
 
 if __name__ == "__main__":

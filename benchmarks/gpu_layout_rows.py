@@ -129,6 +129,7 @@ class Row:
         gathered_mb: what a rank gets of updated weights in a step, 1e6 bytes; None where nothing is gathered.
         step_ms: median of the steps.
         mean_ms: of the same steps.
+        times_ms: of each of them, rounded.
         num_repeated: steps that were computed twice for want of rows of experts; None of the peer.
         losses: of all its steps.
         layout: its name; whatever follows from that is in LAYOUTS.
@@ -152,6 +153,7 @@ class Row:
     environment: str = ""
     software: str = OURS
     mean_ms: Optional[float] = None
+    times_ms: Sequence[float] = ()
     num_repeated: Optional[int] = None
 
     def __str__(self) -> str:

@@ -121,7 +121,7 @@ def measure(options: argparse.Namespace, task: Task, validated: ValidatedRun, pl
         times.append(time.perf_counter())  # the loss has been read
     meet(platform)
     mean_ms = (time.perf_counter() - times[0]) * 1e3 / options.steps
-    step_ms = 1e3 * statistics.median(after - before for before, after in itertools.pairwise(times))
+    times_ms = [1e3 * (after - before) for before, after in itertools.pairwise(times)]
     peak = torch.tensor([platform.peak_memory_bytes()], dtype=torch.float64, device=platform.device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     if options.profile:
@@ -133,7 +133,8 @@ def measure(options: argparse.Namespace, task: Task, validated: ValidatedRun, pl
         shape=options.shape, recipe=task.recipe, extra=" ".join(extra.split()),
         label=" ".join(f"{task.name} {'FP8 weights' if flags == W else flags} {environment}".split()),
         num_gpus=task.layout.num_gpus,
-        step_ms=step_ms, peak_gib=peak.item() / 2**30, gathered_mb=None if gathered is None else gathered / 1e6,
+        step_ms=statistics.median(times_ms), times_ms=[round(each, 1) for each in times_ms],
+        peak_gib=peak.item() / 2**30, gathered_mb=None if gathered is None else gathered / 1e6,
         losses=losses + [each.loss for each in results], device=platform.name, layout=task.name, flags=flags,
         environment=environment, software=task.software, mean_ms=mean_ms,
         num_repeated=None if None in repeated else sum(map(bool, repeated)),
