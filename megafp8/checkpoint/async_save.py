@@ -58,16 +58,17 @@ class AsyncSaver:
         samples: Optional[SampleHash] = None,
         *,
         keep: Optional[Retention] = None,
+        is_divided: bool = False,
     ) -> AsyncSave:
         """Start a save with the arguments of `save_checkpoint`; all ranks call it after the previous save has ended.
 
         Raises:
             CheckpointError: on all ranks: the save cannot be started.
         """
-        with save_errors(folder, progress.step):
+        with save_errors(folder, progress.step, is_divided):
             save = prepare_save(
                 folder, self._config, self._training_state, progress, samples,
-                keep=keep, last=self._plan, is_written_later=True,
+                keep=keep, last=self._plan, is_written_later=True, is_divided=is_divided,
             )  # fmt: skip
         self._plan = save.plan
         copy = HostCopy(save.plan.items, save.planner, self._copies)
@@ -105,7 +106,7 @@ class AsyncSave:
         Raises:
             CheckpointError: on all ranks: the save failed or timed out.
         """
-        with save_errors(self._prepared.folder, self.progress.step):
+        with save_errors(self._prepared.folder, self.progress.step, self._prepared.is_divided):
             while self._is_done_everywhere(is_waiting):
                 # Twice: first all ranks have written their files, then rank 0 has written metadata and manifest.
                 if self._is_written:

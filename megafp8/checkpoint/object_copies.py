@@ -8,6 +8,9 @@ A checkpoint in object storage is complete if it has a manifest, so an upload th
 in a thread of rank 0, after the rename in the local folder. One upload is under way at a time, and no save begins
 before it has ended: neither of the two can delete what the other one needs.
 
+Machines that do not share the local folder each upload the files of their ranks from the unfinished checkpoint there,
+and then a marker. Rank 0 waits for the markers before it uploads the manifest.
+
 Before a run starts, the newest complete checkpoint is downloaded unless the local folder has it. Local checkpoints that
 are newer are kept if they continue the remote ones, which `SEEN` tells: the manifest that this folder last saw as the
 newest. Otherwise another machine has continued the run, and they are set aside.
@@ -19,6 +22,7 @@ import errno
 import fcntl
 import hashlib
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -46,6 +50,7 @@ from megafp8.checkpoint.manifest import (
     find_damage,
     folder_name,
     read_manifest,
+    relative_files,
     summarize,
 )
 from megafp8.errors import CheckpointError
@@ -59,6 +64,22 @@ RETIRED_MANIFEST = MANIFEST + RETIRED
 TENSORBOARD = "tensorboard"
 # Complete checkpoints that stay in the local folder after an upload: the second is read if the first is damaged.
 NUM_LOCAL = 2
+MARKER, MARKER_POLL_S = ".uploaded-", 2.0
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The machines of a run whose caches are their own.
+
+    Attributes:
+        rank: the first one of this machine.
+        others: the first ranks of the machines without rank 0.
+        token: of this start: markers of an earlier one do not count.
+    """
+
+    rank: int
+    others: tuple[int, ...]
+    token: str
 
 
 @dataclass
@@ -85,23 +106,36 @@ class ObjectCopies:
 
     # ---- to object storage -------------------------------------------------------------------------------------------
 
-    def upload(self, step: int, keep: Optional[Retention], num_local: Optional[int] = NUM_LOCAL) -> str:
+    def upload(
+        self,
+        step: int,
+        keep: Optional[Retention],
+        num_local: Optional[int] = NUM_LOCAL,
+        machines: Optional[Machines] = None,
+        is_cancelled: Optional[threading.Event] = None,
+    ) -> str:
         """Upload a complete local checkpoint and the records; then delete old ones there and here.
 
         Args:
             keep: the checkpoints to keep in object storage; None keeps all.
             num_local: newest checkpoints that stay in the local folder; None deletes none.
+            machines: each has only the files of its ranks, which its first rank uploads from the unfinished checkpoint.
+            is_cancelled: ends the wait for other machines.
 
         Returns:
             What was done, as text.
 
         Raises:
             ObjectError: a request failed. The checkpoint is not complete in object storage.
-            CheckpointError: the local checkpoint is damaged.
+            CheckpointError: the local checkpoint is damaged, or another machine has not uploaded its files.
         """
         started, path = time.monotonic(), checkpoint_path(self.folder, step)
+        if machines is not None:
+            path = unfinished_path(self.folder, step)
+            if machines.rank != 0:
+                return self._upload_part(step, path, machines)
         manifest, content = read_manifest(path), (path / MANIFEST).read_bytes()
-        if problems := differences(path, manifest):
+        if machines is None and (problems := differences(path, manifest)):
             raise CheckpointError(f"{path} cannot be uploaded: {summarize(problems)}")
         name = folder_name(step)
         present = self.listing().get(step, {})
@@ -110,17 +144,48 @@ class ObjectCopies:
             present = {}
         if MANIFEST not in present:
             for each in manifest.files:
-                self.store.upload(path / each, f"{name}/{each}")
+                if machines is None or (path / each).exists():
+                    self.store.upload(path / each, f"{name}/{each}")
+            if machines is not None:
+                self._wait_for_parts(name, machines, is_cancelled or threading.Event())
             self._check_sizes(step, manifest)
             self.upload_records()
             self.store.write(f"{name}/{MANIFEST}", content)
         self.store.write(POINTER, f"{step}\n".encode())
         atomic_write_text(self.folder / SEEN, hashlib.sha256(content).hexdigest())
         self._prune(step, keep)
+        if machines is not None:
+            self.store.delete([marker_of(name, rank) for rank in machines.others])
+            shutil.rmtree(path)
         if num_local is not None:
             prune(self.folder, Retention(num_local), protected_step=step)
         seconds = time.monotonic() - started
         return f"{self.store.url}/{name}, {manifest.num_bytes / 1e9:.3f} GB in {seconds:.1f} s"
+
+    def _upload_part(self, step: int, path: Path, machines: Machines) -> str:
+        """Upload the files of this machine's ranks, and delete them and older downloads here."""
+        name = folder_name(step)
+        for each in sorted(relative_files(path)):
+            self.store.upload(path / each, f"{name}/{each}")
+        self.store.write(marker_of(name, machines.rank), machines.token.encode())
+        shutil.rmtree(path)
+        prune(self.folder, Retention(NUM_LOCAL))
+        return f"{self.store.url}/{name}"
+
+    def _wait_for_parts(self, name: str, machines: Machines, is_cancelled: threading.Event) -> None:
+        """Wait until all other machines have uploaded the files of their ranks.
+
+        Raises:
+            CheckpointError: the wait was cancelled, because one of them failed.
+        """
+        missing = {marker_of(name, rank) for rank in machines.others}
+        while True:
+            present = missing & set(self.store.find(name))
+            missing -= {marker for marker in present if self.store.read(marker) == machines.token.encode()}
+            if not missing:
+                return
+            if is_cancelled.wait(MARKER_POLL_S):
+                raise CheckpointError("another machine has not uploaded its files")
 
     def _check_sizes(self, step: int, manifest: Manifest) -> None:
         name = folder_name(step)
@@ -278,6 +343,11 @@ class ObjectCopies:
                 self.store.download(name, path, info=info)
 
 
+def marker_of(name: str, rank: int) -> str:
+    """The object that says that the machine of a rank has uploaded its files of a checkpoint."""
+    return f"{name}/{MARKER}{rank}"
+
+
 def is_record(name: str) -> bool:
     """Whether a file beside the checkpoints belongs to the run's records."""
     return not name.startswith(".") and name not in (LOCK_FILE, POINTER)
@@ -290,7 +360,7 @@ def object_copies(folder: Optional[Path]) -> Optional[ObjectCopies]:
 
 
 class BackgroundUpload:
-    """Uploads of one run in a thread, one after the other. Only rank 0 has one.
+    """Uploads of one run in a thread, one after the other. Rank 0 has one, or the first rank of each machine.
 
     Attributes:
         step: of the checkpoint whose upload is under way or was not reported yet; None without one.
@@ -300,12 +370,17 @@ class BackgroundUpload:
         self._copies, self._num_local = copies, num_local
         self.step: Optional[int] = None
         self._work: Optional[Future[str]] = None
+        self._is_cancelled = threading.Event()
 
-    def begin(self, step: int, keep: Optional[Retention]) -> None:
+    def begin(self, step: int, keep: Optional[Retention], machines: Optional[Machines] = None) -> None:
         """Start an upload. None may be under way."""
         assert self._work is None
-        self.step = step
-        self._work = in_thread(self._copies.upload, step, keep, self._num_local)
+        self.step, self._is_cancelled = step, threading.Event()
+        self._work = in_thread(self._copies.upload, step, keep, self._num_local, machines, self._is_cancelled)
+
+    def cancel(self) -> None:
+        """Let the upload fail where it waits for other machines."""
+        self._is_cancelled.set()
 
     @property
     def is_under_way(self) -> bool:

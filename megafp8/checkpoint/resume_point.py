@@ -30,6 +30,7 @@ from megafp8.checkpoint.object_copies import object_copies
 from megafp8.checkpoint.progress import ROLLBACK, SkipHistory
 from megafp8.device.collective_errors import call_on_all_ranks, call_on_rank_0, rank_and_size
 from megafp8.errors import CheckpointError
+from megafp8.utils.object_store import url_of
 from megafp8.utils.suggestions import did_you_mean
 
 
@@ -207,7 +208,8 @@ def retire(folder: Path, reason: Callable[[Path, int], str]) -> tuple[str, ...]:
 def steps_on_all_ranks(folders: tuple[Path, ...]) -> list[tuple[int, Path]]:
     """Return (step, folder) of all checkpoints, ascending by step. All ranks call it.
 
-    If machines see different folders, some ranks would resume and others restart.
+    If machines see different folders, some ranks would resume and others restart. Copies of what is in object storage
+    may be in caches of different machines: those count that all have.
 
     Raises:
         CheckpointError: on all ranks: they do not see the same checkpoints.
@@ -215,6 +217,8 @@ def steps_on_all_ranks(folders: tuple[Path, ...]) -> list[tuple[int, Path]]:
     found = []
     for folder in folders:
         by_rank = call_on_all_ranks(partial(list_steps, folder))
+        if url_of(folder) is not None:
+            by_rank = [sorted(set.intersection(*map(set, by_rank)))]
         other = next((rank for rank, steps in enumerate(by_rank) if steps != by_rank[0]), None)
         if other is not None:
             words = [

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megafp8.checkpoint import directory, gradient_residuals, local_scales, state_dict
 from megafp8.checkpoint.directory import Retention
-from megafp8.checkpoint.manifest import FileEntry, build_manifest
+from megafp8.checkpoint.manifest import FileEntry, build_manifest, write_manifest
 from megafp8.checkpoint.metadata import check_readable
 from megafp8.checkpoint.progress import Progress, TrainingState
 from megafp8.checkpoint.serialization import COMMON_FILE, check_shards
@@ -49,6 +49,7 @@ from megafp8.device.collective_errors import (
     gather_on_rank_0,
     raise_peer_lost,
 )
+from megafp8.device.platform import local_rank, local_world_size
 from megafp8.errors import CheckpointError, PeerLost
 from megafp8.mcore.process_groups import gather_weights
 from megafp8.resilience import fault_injection
@@ -124,6 +125,8 @@ class PreparedSave:
         keep: the checkpoints to keep; None keeps all.
         plan: reusable by the next save.
         planner: resolves an item to its data.
+        is_divided: each machine has a folder of its own, with the files of its ranks. The checkpoint keeps its
+            unfinished name there, since no folder has all of it.
         lease: for visible changes of the folder; revoked when the save is abandoned.
     """
 
@@ -133,6 +136,7 @@ class PreparedSave:
     writer: HashingWriter
     plan: ReusableSavePlan
     planner: MCoreSavePlanner
+    is_divided: bool = False
     lease: WriteLease = field(default_factory=WriteLease)
 
     def write(self, resolve_data: Callable[[WriteItem], object]) -> WriteOutput:
@@ -163,6 +167,10 @@ class PreparedSave:
         files = {name: entry for each in written for name, entry in each.files.items()}
         step, consumed_samples = self.progress.step, self.progress.consumed_samples
         manifest = build_manifest(unfinished, step, consumed_samples, state_dict.parallel_layout(), files)
+        if self.is_divided:
+            with self.lease:
+                write_manifest(unfinished, manifest)
+            return unfinished
         path = directory.publish(self.folder, step, manifest, self.lease)
         if self.keep is not None:
             # After the new checkpoint is published: at no time is there none.
@@ -178,12 +186,14 @@ def save_checkpoint(
     samples: Optional[SampleHash] = None,
     *,
     keep: Optional[Retention] = None,
+    is_divided: bool = False,
 ) -> Path:
     """Save model, optimizer, scheduler, RNG state, progress and configuration; all ranks call it.
 
     Args:
         samples: position in the sample order, if known.
         keep: the checkpoints to keep; None keeps all.
+        is_divided: see `PreparedSave`.
 
     Returns:
         The folder of the published checkpoint.
@@ -191,8 +201,8 @@ def save_checkpoint(
     Raises:
         CheckpointError: on all ranks: the save failed. Earlier checkpoints and the training state are unchanged.
     """
-    with save_errors(folder, progress.step):
-        prepared = prepare_save(folder, config, training_state, progress, samples, keep=keep)
+    with save_errors(folder, progress.step, is_divided):
+        prepared = prepare_save(folder, config, training_state, progress, samples, keep=keep, is_divided=is_divided)
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # writer threads copy on other streams than this thread's
         written = gather_on_rank_0(lambda: prepared.write(prepared.planner.resolve_data))
@@ -209,12 +219,14 @@ def prepare_save(
     keep: Optional[Retention] = None,
     last: Optional[ReusableSavePlan] = None,
     is_written_later: bool = False,
+    is_divided: bool = False,
 ) -> PreparedSave:
     """Do the part of a save that needs collectives; all ranks call it, inside `save_errors`.
 
     Args:
         last: plan of the previous save, reused if it fits on all ranks.
         is_written_later: clone what changes before the next optimizer update.
+        is_divided: see `PreparedSave`.
     """
     fault_injection.point("save.begin")
     state = build_state_dict(config, training_state, progress, samples, is_written_later)
@@ -231,11 +243,15 @@ def prepare_save(
     unfinished = directory.unfinished_path(folder, progress.step)
 
     def make_folder() -> None:
-        directory.make_unfinished_folder(folder, progress.step, sum(num_bytes for num_bytes, _ in by_rank))
-        torch.save(common, unfinished / COMMON_FILE)
+        rank, size = dist.get_rank(), local_world_size() if is_divided else len(by_rank)
+        if makes_folder(is_divided):
+            num_bytes = sum(num_bytes for num_bytes, _ in by_rank[rank : rank + size])
+            directory.make_unfinished_folder(folder, progress.step, num_bytes)
+        if rank == 0:
+            torch.save(common, unfinished / COMMON_FILE)
 
     # No rank writes before the folder exists: this call returns on all ranks together.
-    call_on_rank_0(make_folder)
+    call_on_all_ranks(make_folder)
     writer = HashingWriter(unfinished)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
     data = mcore_to_pyt_state_dict(flat, False)
@@ -246,7 +262,12 @@ def prepare_save(
     else:
         planner.set_up_planner(data, is_coordinator=dist.get_rank() == 0)
         writer.prepare_write_data(last.items, planner)
-    return PreparedSave(folder, keep, progress, writer, last, planner)
+    return PreparedSave(folder, keep, progress, writer, last, planner, is_divided)
+
+
+def makes_folder(is_divided: bool) -> bool:
+    """Whether this rank makes and removes the folder that is written to: one does, or one of each machine."""
+    return dist.get_rank() == 0 or (is_divided and local_rank() == 0)
 
 
 def plan_signature(leaf: Any) -> Any:
@@ -318,7 +339,7 @@ def num_bytes_to_write(sharded: dict[str, Any]) -> int:
 
 
 @contextmanager
-def save_errors(folder: Path, step: int) -> Iterator[None]:
+def save_errors(folder: Path, step: int, is_divided: bool = False) -> Iterator[None]:
     """Convert errors of a save to CheckpointError and remove the unfinished folder.
 
     Raises:
@@ -330,7 +351,7 @@ def save_errors(folder: Path, step: int) -> Iterator[None]:
         raise
     except (Exception, CheckpointException) as error:  # CheckpointException derives from BaseException
         raise_peer_lost(error)
-        if dist.get_rank() == 0:
+        if makes_folder(is_divided):
             shutil.rmtree(directory.unfinished_path(folder, step), ignore_errors=True)
         raise CheckpointError(f"step {step} cannot be saved to {folder}: {error_text(error)}") from error
 

@@ -3,48 +3,66 @@
 from __future__ import annotations
 
 import dataclasses
+import uuid
 from pathlib import Path
 from typing import Any, Optional
 
-from megafp8.checkpoint.directory import Retention, complete_steps
-from megafp8.checkpoint.object_copies import NUM_LOCAL, BackgroundUpload, object_copies
+from megafp8.checkpoint.directory import Retention, clean_up, complete_steps
+from megafp8.checkpoint.object_copies import NUM_LOCAL, BackgroundUpload, Machines, object_copies
 from megafp8.config.schema import CheckpointConfig, RunConfig
-from megafp8.device.collective_errors import call_on_rank_0
+from megafp8.device.collective_errors import call_on_all_ranks, call_on_rank_0, rank_and_size
+from megafp8.device.platform import local_rank
 from megafp8.errors import CheckpointError, ConfigError, Megafp8Error
 from megafp8.metrics.records import EventRecord
 from megafp8.metrics.sinks import Sinks
-from megafp8.training.run import Run, run_folder
+from megafp8.training.run import Run, non_persistent_folder, run_folder
 from megafp8.utils.object_store import ObjectError, is_url, local_path, url_of
 
 # The other ranks wait for rank 0 in a collective, which has a timeout.
 WAIT_S = 10.0
+UNDER_WAY, FAILED, ENDED = "under way", "failed", "ended"
 FOLDERS = {"save": "--save", "load": "--load", "pretrained_checkpoint": "--pretrained-checkpoint"}
 
 
 class CheckpointUploads:
-    """The uploads of a run that saves to object storage; for any other run its methods do nothing."""
+    """The uploads of a run that saves to object storage; for any other run its methods do nothing.
+
+    Attributes:
+        is_divided: the machines of the run have caches of their own, and each uploads the files of its ranks.
+
+    Raises:
+        CheckpointError: the machines cannot save with these settings.
+    """
 
     def __init__(self, run: Run, sinks: Sinks):
         self._run, self._sinks = run, sinks
         self._folder = run_folder(run.config)
         self.is_used = self._folder is not None and url_of(self._folder) is not None
         self._upload: Optional[BackgroundUpload] = None
-        if self.is_used and run.rank_position.rank == 0:
+        self._machines = find_machines(self._folder) if self.is_used and self._folder is not None else None
+        self.is_divided = self._machines is not None
+        if self.is_divided:
+            check_divided(run.config)
+        if self.is_used and (run.rank_position.rank == 0 or (self.is_divided and local_rank() == 0)):
             copies = object_copies(self._folder)
             assert copies is not None
+            if run.rank_position.rank != 0:
+                clean_up(copies.folder)  # what a killed save left; rank 0 has done it
             # A rollback goes back further than to the newest checkpoints.
             num_local = None if run.config.training.spike_policy == "rollback" else NUM_LOCAL
             self._upload = BackgroundUpload(copies, num_local)
 
     def begin_pending(self, keep: Optional[Retention]) -> None:
         """Upload the newest local checkpoint, whose upload an earlier start may not have completed."""
+        if self._run.rank_position.rank != 0:
+            return
         if self._upload is not None and self._folder is not None and (steps := complete_steps(self._folder)):
             self._upload.begin(steps[-1], keep)
 
-    def begin(self, step: int, path: Path, keep: Optional[Retention]) -> None:
+    def begin(self, step: int, folder: Optional[Path], keep: Optional[Retention]) -> None:
         """Upload a checkpoint in the background, if it is in the run's own folder and not a non-persistent one."""
-        if self._upload is not None and path.parent == self._folder:
-            self._upload.begin(step, keep)
+        if self._upload is not None and folder == self._folder:
+            self._upload.begin(step, keep, self._machines)
 
     def poll(self) -> None:
         """Record an upload that has succeeded. Calls no collective; a failure waits for `wait`."""
@@ -68,13 +86,20 @@ class CheckpointUploads:
                 "the link is too slow; increase --save-interval"
             )
             self._sinks.write(EventRecord(step=next_step, name="upload late", detail=detail))
-        while not call_on_rank_0(self._has_ended):
+        while UNDER_WAY in (states := call_on_all_ranks(self._state)):
+            if self._upload is not None and FAILED in states:
+                self._upload.cancel()  # rank 0 would wait for that machine
             # Requests have timeouts of their own, so that the upload ends.
             self._run.watchdog.enter("save", next_step)
-        return call_on_rank_0(self._take)
+        results = [result for result in call_on_all_ranks(self._take) if result is not None]
+        # The last failure: where rank 0 waited for other machines in vain, one of them knows the reason.
+        return next((result for result in reversed(results) if result[1] is not None), results[0] if results else None)
 
-    def _has_ended(self) -> bool:
-        return self._upload is None or self._upload.wait(WAIT_S)
+    def _state(self) -> str:
+        """Of this rank's upload."""
+        if self._upload is None or not self._upload.wait(WAIT_S):
+            return ENDED if self._upload is None else UNDER_WAY
+        return FAILED if self._upload.has_result and not self._upload.has_succeeded else ENDED
 
     def _take(self) -> Optional[tuple[int, Optional[str]]]:
         if self._upload is None or not self._upload.has_result:
@@ -86,6 +111,61 @@ class CheckpointUploads:
     def _record(self, step: int, text: str, is_success: bool) -> None:
         if is_success:
             self._sinks.write(EventRecord(step=step, name="checkpoint uploaded", detail=text))
+
+
+def find_machines(folder: Path) -> Optional[Machines]:
+    """The machines of the run, if the cache with this folder is another one on each; all ranks call it.
+
+    Raises:
+        CheckpointError: on all ranks: some machines share the cache, others do not.
+    """
+    rank = rank_and_size()[0]
+    is_first = rank == 0 or local_rank() == 0
+    first_ranks = [each for each in call_on_all_ranks(lambda: rank if is_first else None) if each is not None]
+    if len(first_ranks) == 1:
+        return None
+    token = call_on_rank_0(lambda: uuid.uuid4().hex)
+    probes = {each: folder / f".machine-{token}-{each}" for each in first_ranks}
+
+    def write() -> None:
+        if is_first:
+            folder.mkdir(parents=True, exist_ok=True)
+            probes[rank].touch()
+
+    call_on_all_ranks(write)
+    # By name: a network file system may not list a new file for a while.
+    seen = call_on_all_ranks(lambda: sum(probe.exists() for probe in probes.values()))
+    if is_first:
+        probes[rank].unlink(missing_ok=True)
+    if set(seen) == {len(first_ranks)}:
+        return None
+    if set(seen) != {1}:
+        raise CheckpointError(
+            f"--save: {folder} is the same folder on some machines and not on others: set MEGAFP8_CACHE to a folder "
+            "that all share, or to one of each machine"
+        )
+    return Machines(rank if is_first else -1, tuple(each for each in first_ranks if each), token)
+
+
+def check_divided(config: RunConfig) -> None:
+    """Refuse settings that need all files of a checkpoint on one machine.
+
+    Raises:
+        CheckpointError: there are such settings.
+    """
+    own, non_persistent = run_folder(config), non_persistent_folder(config)
+    problems = {
+        "--spike-policy rollback": config.training.spike_policy == "rollback",
+        "--non-persistent-save-interval without --non-persistent-global-ckpt-dir": (
+            non_persistent is not None and non_persistent.parent == own
+        ),
+    }
+    for flag, is_given in problems.items():
+        if is_given:
+            raise CheckpointError(
+                f"{flag}: the machines of this run do not share the cache {own}, so that each has only a part of a "
+                "checkpoint: set MEGAFP8_CACHE to a folder that all share, or remove the flag"
+            )
 
 
 def upload_records(config: RunConfig) -> None:

@@ -3,11 +3,13 @@ store that fails."""
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import forked_runs
 import numpy as np
 import pytest
 from faulty_run import COMMON, STEPS, FaultyRun
@@ -37,6 +39,18 @@ def machine(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> FaultyR
     return FaultyRun("dp2", folder / name / "s3/bucket/run", folder / "indices")
 
 
+def machines(folder: Path, names: str, monkeypatch: pytest.MonkeyPatch) -> FaultyRun:
+    """The run on two machines with caches of their own, and one rank each; what it returns sees that of rank 0."""
+    original = forked_runs.become_rank
+
+    def become_rank(rank: int, world_size: int, output: Path) -> None:
+        original(rank, world_size, output)
+        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MEGAFP8_CACHE": str(folder / names[rank])}
+
+    monkeypatch.setattr(forked_runs, "become_rank", become_rank)
+    return FaultyRun("dp2", folder / names[0] / "s3/bucket/run", folder / "indices")
+
+
 def events(run: FaultyRun, name: str) -> list[tuple[int, str]]:
     return [(event.step, event.detail) for event in load_run(run.folder).events if event.name == name]
 
@@ -61,6 +75,56 @@ def test_a_killed_run_continues_on_another_machine(
     assert second.losses() == reference.losses()
     assert events(second, "checkpoint uploaded")[-1][0] == STEPS
     assert any(f"PUT /bucket/run/iter_{STEPS:07d}/manifest.json" in request for request in server.requests)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["", "--async-save"])
+def test_machines_without_a_shared_folder_save_together(
+    server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str
+) -> None:
+    """Killed, and continued on two other machines, with a store that fails at random."""
+    reference = FaultyRun("dp2", tmp_path / "reference", tmp_path / "indices")
+    assert set(reference.start().statuses) == {0}
+    draw = random.Random(7)
+    server.faults = lambda request: draw.choice(["500", "503", "cut", "lost"]) if draw.random() < 0.05 else None
+    with monkeypatch.context() as patch:
+        first = machines(tmp_path, "ab", patch)
+        assert 0 not in first.start("kill:rank=1,step=10,at=step.after_backward", f"{FOLDERS} {flags}").statuses
+    assert complete_steps(first.folder) == []  # no machine has all of a checkpoint
+    with monkeypatch.context() as patch:
+        second = machines(tmp_path, "cd", patch)
+        ended = second.start(flags=f"{FOLDERS} {flags}")
+    assert set(ended.statuses) == {0}, ended.output
+    (loaded,) = [text for _, text in events(second, "checkpoint") if text.startswith("loaded")]
+    assert int(loaded[-7:]) in (4, 6, 8)
+    assert second.losses() == reference.losses()
+    assert events(second, "checkpoint uploaded")[-1][0] == STEPS
+    assert not list(tmp_path.glob("[cd]/**/*.unfinished"))
+    last = machine(tmp_path, "e", monkeypatch)
+    assert set(last.start(flags=f"{FOLDERS} --train-iters {STEPS}").statuses) == {0}
+    assert last.fingerprint(STEPS) == reference.fingerprint(STEPS)
+
+
+@pytest.mark.slow
+def test_a_machine_that_cannot_upload_is_named(
+    server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one does not wait for it, and its part is not the newest checkpoint."""
+    run = machines(tmp_path, "ab", monkeypatch)
+    server.faults = lambda request: "denied" if request.startswith("PUT") and "/__1_" in request else None
+    ended = run.start(flags=f"{FOLDERS} --ckpt-max-failures 1")
+    assert set(ended.statuses) == {CheckpointError.exit_status}
+    assert "/__1_" in ended.output[0] and "access is denied" in ended.output[0]
+    assert not any("manifest.json" in request for request in server.requests if request.startswith("PUT"))
+
+
+@pytest.mark.slow
+def test_machines_without_a_shared_folder_cannot_roll_back(
+    server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = machines(tmp_path, "ab", monkeypatch).start(flags=f"{FOLDERS} --spike-policy rollback")
+    assert set(ended.statuses) == {CheckpointError.exit_status}
+    assert "--spike-policy rollback: the machines of this run do not share" in ended.output[0]
 
 
 @pytest.mark.slow

@@ -116,7 +116,9 @@ class CheckpointSaver:
         self._in_background: Optional[AsyncSaver] = None
         self.saved_step: Optional[int] = None
         self.uploads = CheckpointUploads(run, sinks)
-        self._keep: Optional[Retention] = None  # of the save that is under way
+        # Of the save that is under way. The folder is another one on each machine, where they share none.
+        self._folder: Optional[Path] = None
+        self._keep: Optional[Retention] = None
         checkpoint = run.config.checkpoint
         if checkpoint.async_save:
             self._in_background = AsyncSaver(
@@ -150,15 +152,18 @@ class CheckpointSaver:
         self._wait_for_previous(progress.step, with_upload=folder == run_folder(run.config))
         self._sinks.flush()  # a run that resumes from here does not repeat the step
         run.watchdog.enter("save", progress.step)
-        self._keep, self._started = keep, time.monotonic()
+        self._folder, self._keep, self._started = folder, keep, time.monotonic()
         chain = run.sample_chain
         samples = None if chain is None else call_on_rank_0(lambda: chain.record(progress.consumed_samples))
+        is_divided = self.uploads.is_divided and folder == run_folder(run.config)
         try:
             if self._in_background is None:
-                path = save_checkpoint(folder, run.config, run.training_state, progress, samples, keep=keep)
+                path = save_checkpoint(
+                    folder, run.config, run.training_state, progress, samples, keep=keep, is_divided=is_divided
+                )
                 self._succeeded(progress.step, path)
             else:
-                self._under_way = self._in_background.begin(folder, progress, samples, keep=keep)
+                self._under_way = self._in_background.begin(folder, progress, samples, keep=keep, is_divided=is_divided)
         except CheckpointError as error:
             self._failed(progress.step, error, is_last)
         fault_injection.point("save.end")
@@ -234,7 +239,7 @@ class CheckpointSaver:
         self._run.watchdog.saved(step)
         detail = f"{path} in {time.monotonic() - self._started:.1f} s"
         self._sinks.write(EventRecord(step=step, name="checkpoint saved", detail=detail))
-        self.uploads.begin(step, path, self._keep)
+        self.uploads.begin(step, self._folder, self._keep)
 
     def _failed(self, step: int, error: CheckpointError, is_last: bool) -> None:
         self._num_failed += 1
