@@ -67,6 +67,8 @@ LAYOUTS = {
     "DP 2": Layout(2, data_parallel=2),
     "TP 2": Layout(2, TP2),
     "PP 2": Layout(2, "--pipeline-model-parallel-size 2 --micro-batch-size 1", microbatches=8),
+    "CP 2": Layout(2, "--context-parallel-size 2"),
+    "CP 2 a2a": Layout(2, "--context-parallel-size 2 --cp-comm-type a2a"),
     "EP 2": Layout(2, "--expert-model-parallel-size 2", data_parallel=2),
     "DP 4": Layout(4, data_parallel=4),
     "TP 2, DP 2": Layout(4, TP2, data_parallel=2),
@@ -130,7 +132,8 @@ class Row:
         step_ms: median of the steps.
         mean_ms: of the same steps.
         times_ms: of each of them, rounded.
-        num_repeated: steps that were computed twice for want of rows of experts; None of the peer.
+        num_repeated: steps that were computed twice for want of rows of experts or documents; None of the peer.
+        attended: mean part of a sequence that is the document of a token; None without borders.
         losses: of all its steps.
         layout: its name; whatever follows from that is in LAYOUTS.
         flags: the mode's, without its recipe; of the peer the settings that are turned off.
@@ -154,6 +157,7 @@ class Row:
     software: str = OURS
     mean_ms: Optional[float] = None
     times_ms: Sequence[float] = ()
+    attended: Optional[float] = None
     num_repeated: Optional[int] = None
 
     def __str__(self) -> str:

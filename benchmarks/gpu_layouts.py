@@ -4,6 +4,8 @@
     python benchmarks/gpu_layouts.py --layouts "TP 4" --modes bf16 delayed --extra="--use-transformer-engine-op-fuser"
     python benchmarks/gpu_layouts.py --shape M1 --layouts "EP 4" --modes bf16 @bf16 delayed @delayed
     python benchmarks/gpu_layouts.py --layouts "DP 2" --modes delayed "NCCL_MAX_CTAS=8 delayed" --profile
+    python benchmarks/gpu_layouts.py --shape B32k --layouts "1 GPU" "CP 2" --document-tokens 2048 \\
+        --modes delayed "delayed --reset-attention-mask --eod-mask-loss"
 
 A mode is RECIPE FLAGS, with a recipe of `gpu_train.py`, or @RECIPE SETTINGS, behind what its ranks find in their
 environment. With @ it is the peer: a bare megatron-core loop (`megatron_loop.py`) with the same layout, microbatches
@@ -30,6 +32,7 @@ import dataclasses
 import faulthandler
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import statistics
@@ -51,6 +54,7 @@ from benchmarks.gpu_train import MODES as MODES_OF_TRAINING
 from benchmarks.gpu_train import SHAPES
 from benchmarks.ports import free_ports
 
+import numpy as np  # isort: skip
 import torch  # isort: skip
 import torch.distributed as dist  # isort: skip
 
@@ -60,6 +64,7 @@ from megafp8.training.checks import ValidatedRun
 
 MODES = ("bf16", "tensorwise", "delayed", f"tensorwise {W}", f"delayed {W}")
 JOIN_MINUTES = 2
+DOCUMENT_SIGMA = 1.2  # of the logarithm of lengths: the mean is twice the median
 
 
 class Trained(NamedTuple):
@@ -68,11 +73,13 @@ class Trained(NamedTuple):
     Attributes:
         gathered: bytes of updated weights that the rank got, None where that is not counted.
         is_repeated: whether it was computed twice.
+        document_squares: sum of the squared lengths of its documents, None where attention has no borders.
     """
 
     loss: float
     gathered: Optional[int] = None
     is_repeated: Optional[bool] = None
+    document_squares: Optional[float] = None
 
 
 Trainer = Callable[[int], Trained]
@@ -128,6 +135,9 @@ def measure(options: argparse.Namespace, task: Task, validated: ValidatedRun, pl
         profile(train, task, options.warm_up + options.steps + 1)
     flags, environment = task.flags, " ".join(f"{name}={value}" for name, value in task.environment.items())
     gathered, repeated = results[-1].gathered, [each.is_repeated for each in results]
+    data, batch = validated.invocation.config.data, task.layout.global_batch(options.shape)
+    squares = [each.document_squares for each in results if each.document_squares is not None]
+    attended = statistics.mean(squares) / (batch * data.seq_length**2) if squares and data.seq_length else None
     extra = f"{flags} {task.layout.flags} {options.extra}" if task.software == OURS else task.layout.flags
     return Row(
         shape=options.shape, recipe=task.recipe, extra=" ".join(extra.split()),
@@ -137,7 +147,7 @@ def measure(options: argparse.Namespace, task: Task, validated: ValidatedRun, pl
         peak_gib=peak.item() / 2**30, gathered_mb=None if gathered is None else gathered / 1e6,
         losses=losses + [each.loss for each in results], device=platform.name, layout=task.name, flags=flags,
         environment=environment, software=task.software, mean_ms=mean_ms,
-        num_repeated=None if None in repeated else sum(map(bool, repeated)),
+        num_repeated=None if None in repeated else sum(map(bool, repeated)), attended=attended,
     )  # fmt: skip
 
 
@@ -145,11 +155,17 @@ def our_trainer(options: argparse.Namespace, validated: ValidatedRun) -> Trainer
     """megafp8."""
     if options.skewed:
         skew_routing()
+    if options.document_tokens:
+        draw_documents(options.document_tokens)
     train = gpu_steps.trainer(validated, options.warm_up + options.steps + gpu_profile.PROFILED_STEPS)
 
     def step(number: int) -> Trained:
         result = train(number)
-        return Trained(result.loss, result.metrics.get("param_gather_bytes"), result.metrics.get("is_repeated", False))
+        metrics = result.metrics
+        return Trained(
+            result.loss, metrics.get("param_gather_bytes"), metrics.get("is_repeated", False),
+            metrics.get("document_squares"),
+        )  # fmt: skip
 
     return step
 
@@ -167,6 +183,21 @@ def skew_routing() -> None:
         return torch.where(is_fourth & is_second_half, -1e4, logits)
 
     Router.gating = gating  # type: ignore[method-assign]
+
+
+def draw_documents(mean_tokens: int) -> None:
+    """Mock documents with log-normal lengths, as those of web pages, in place of uniform ones."""
+    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+
+    plain = MockGPTLowLevelDataset.__init__
+
+    def init(self: Any, tokenizer: Any) -> None:
+        plain(self, tokenizer)
+        logarithm = math.log(mean_tokens) - DOCUMENT_SIGMA**2 / 2  # of the median
+        lengths = np.random.default_rng(self.seed).lognormal(logarithm, DOCUMENT_SIGMA, self.size)
+        self.sequence_lengths = np.maximum(lengths, 2).astype(np.int32)
+
+    MockGPTLowLevelDataset.__init__ = init
 
 
 def peer_trainer(options: argparse.Namespace, task: Task, validated: ValidatedRun, platform: Platform) -> Trainer:
@@ -288,7 +319,7 @@ def tell(row: Row, path: Optional[Path]) -> None:
     loss = row.losses[-1]
     print(
         f"{row}: {row.step_ms:.1f} ms, mean {row.mean_ms:.1f}, {row.num_repeated or 0} twice, {row.peak_gib:.1f} GiB, "
-        f"loss {loss:.4f}",
+        f"loss {loss:.4f}{'' if row.attended is None else f', documents of {row.attended:.1%} of a sequence'}",
         flush=True,
     )
     if path is not None:
@@ -311,6 +342,7 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser.add_argument("--profile", action="store_true", help="also tell where the time of rank 0 goes")
     parser.add_argument("--extra", default="", help='more flags for megafp8: --extra="--flag value"')
     parser.add_argument("--skewed", action="store_true", help="a quarter of the tokens has experts of the first half")
+    parser.add_argument("--document-tokens", type=int, help="mean length of documents, whose lengths are log-normal")
     parser.add_argument("--json", type=Path, help="write a line for each measurement to this file")
     options = parser.parse_args(argv)
     options.layouts = options.layouts or fitting(options.gpus, options.shape)

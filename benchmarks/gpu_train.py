@@ -5,11 +5,11 @@
 One process per mode, in alternating order, since clocks and caches drift: ratios are computed within a round. The time
 of a process is the median of its last steps, from records.jsonl; the result is the median over the rounds. Shape A:
 llama-1b, 1.439e9 parameters, 8 sequences of 2048 tokens. Shape B: 8 layers of llama3-8b with a vocabulary of 50,304,
-2.157e9 parameters, 2 sequences of 4096. Shapes C and D: llama-1b with half the hidden size, 1 and 8 sequences of 2048.
-The shapes with the names of models are these models, whole. TFLOP/s counts the model's FLOPs (6 N + 6 L h s per token),
-not those of the hardware; joules for a token are the driver's. Weights are saved at the end of
-each process, because records need `--save`, and then deleted. The `emulated-` modes run the same recipes on the
-emulated layers, on any GPU. The `peer-` modes are a bare megatron-core loop with its fastest settings, timed by
+2.157e9 parameters, 2 sequences of 4096; B32k and B128k: one sequence. Shapes C and D: llama-1b with half the hidden
+size, 1 and 8 sequences of 2048. The shapes with the names of models are these models, whole. TFLOP/s counts the model's
+FLOPs (6 N + 6 L h s per token), not those of the hardware; joules for a token are the driver's. Weights are saved at
+the end of each process, because records need `--save`, and then deleted. The `emulated-` modes run the same recipes on
+the emulated layers, on any GPU. The `peer-` modes are a bare megatron-core loop with its fastest settings, timed by
 `gpu_steps.py` between two synchronizations; `--extra` does not apply to them.
 
 `--tiny` uses the tiny preset, to try the benchmark on any machine. With `--minutes` it starts no process that would not
@@ -57,6 +57,10 @@ SHAPES = {
     f"--global-batch-size 8 {ON_GPU}",
     "B": "--model-preset llama3-8b --num-layers 8 --seq-length 4096 --max-position-embeddings 4096 "
     f"--micro-batch-size 2 --global-batch-size 2 {ON_GPU}",
+    "B32k": "--model-preset llama3-8b --num-layers 8 --seq-length 32768 --max-position-embeddings 32768 "
+    f"--micro-batch-size 1 --global-batch-size 1 {ON_GPU}",
+    "B128k": "--model-preset llama3-8b --num-layers 8 --seq-length 131072 --max-position-embeddings 131072 "
+    f"--micro-batch-size 1 --global-batch-size 1 --recompute-granularity selective --recompute-modules mlp {ON_GPU}",
     "C": "--model-preset llama-1b --hidden-size 1024 --ffn-hidden-size 2816 --seq-length 2048 --micro-batch-size 1 "
     f"--max-position-embeddings 2048 --global-batch-size 1 {ON_GPU}",
     "D": "--model-preset llama-1b --hidden-size 1024 --ffn-hidden-size 2816 --seq-length 2048 --micro-batch-size 8 "
