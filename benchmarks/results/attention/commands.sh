@@ -13,3 +13,23 @@ megafp8 pretrain --model-preset llama3-8b --num-layers 8 --vocab-size 50303 --mo
 
 # Attention alone
 python benchmarks/gpu_attention.py --shapes A B --json FILE
+
+# Documents of a log-normal length distribution, 2,048 tokens on average
+D="--reset-attention-mask --eod-mask-loss" LAYOUTS="python benchmarks/gpu_layouts.py --document-tokens 2048"
+$LAYOUTS --shape B32k --layouts "1 GPU" "CP 2" "CP 2 a2a" --modes bf16 delayed "bf16 $D" "delayed $D"
+$LAYOUTS --shape B128k --layouts "CP 2" "CP 2 a2a" --modes delayed "delayed $D"
+$LAYOUTS --shape A --layouts "1 GPU" --modes delayed "delayed $D"
+$LAYOUTS --shape B --layouts "1 GPU" --modes delayed "delayed $D"
+
+# Loss of FP8 attention at 32,768 tokens
+python benchmarks/long_documents.py runs/long/corpus.jsonl
+megafp8 preprocess --input runs/long/corpus.jsonl --tokenizer-type ByteLevelTokenizer --append-eod \
+    --output-prefix runs/long/code
+megafp8 run-comparison --recipes delayed --variant "fp8-attention=--recipe delayed --fp8-dot-product-attention" \
+    --seeds 3 --parallel 2 --output-dir runs/long/attention -- --num-layers 8 --hidden-size 512 \
+    --num-attention-heads 4 --kv-channels 128 --ffn-hidden-size 1408 --swiglu --normalization RMSNorm \
+    --position-embedding-type rope --rotary-base 500000 --disable-bias-linear --untie-embeddings-and-output-weights \
+    --attention-dropout 0 --hidden-dropout 0 --seq-length 32768 --max-position-embeddings 32768 \
+    --micro-batch-size 1 --global-batch-size 4 --train-iters 300 --lr 1e-3 --lr-decay-style cosine \
+    --lr-warmup-iters 30 --bf16 --eval-interval 100 --eval-iters 4 --tokenizer-type ByteLevelTokenizer \
+    --data-path runs/long/code_text_document --split 95,5,0

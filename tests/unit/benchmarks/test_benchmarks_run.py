@@ -23,6 +23,7 @@ from benchmarks import (
     fp8_step_cpu,
     generation,
     gpu_train,
+    long_documents,
     param_gather,
     quantize_cpu,
     startup,
@@ -62,6 +63,16 @@ def numbers(value: Any) -> Iterator[float]:
             yield from numbers(item)
     elif isinstance(value, (int, float)):
         yield value
+
+
+def test_long_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in (("long/a.py", 40), ("long/b.py", 40), ("short/a.py", 40)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x" * size)
+    words = [str(tmp_path / "corpus"), "--folder", str(tmp_path), "--min-bytes", "60"]
+    monkeypatch.setattr(sys, "argv", ["long_documents.py", *words])
+    long_documents.main()
+    assert (tmp_path / "corpus").read_text() == json.dumps({"text": "x" * 40 + "\n" + "x" * 40}) + "\n"
 
 
 def test_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
