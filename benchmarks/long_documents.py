@@ -1,4 +1,4 @@
-"""A corpus of long documents without a network: the Python sources of each folder of installed packages as one document.
+"""Long documents without a network: the Python sources of each folder of installed packages as one document.
 
 python benchmarks/long_documents.py FILE.jsonl [--min-bytes 65536] [--folder SITE_PACKAGES]
 """
