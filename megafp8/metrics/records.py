@@ -165,6 +165,9 @@ class StepRecord:
     earlier versions."""
 
 
+VALID, VALID_HIGH_PRECISION, TEST = "valid", "valid-high-precision", "test"
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvalRecord:
     """One evaluation on held-out data."""
@@ -173,7 +176,7 @@ class EvalRecord:
 
     step: int
     split: str
-    """"valid" or "test"."""
+    """"valid" or "test", or of validation data in high precision "valid-high-precision"."""
     loss: float
     """Mean over tokens, in nats."""
     perplexity: float
@@ -183,8 +186,8 @@ class EvalRecord:
     """Training tokens before the evaluation."""
 
     def __post_init__(self) -> None:
-        if self.split not in ("valid", "test"):
-            raise DataError(f'an evaluation record has split {self.split!r}; expected "valid" or "test"')
+        if self.split not in (VALID, VALID_HIGH_PRECISION, TEST):
+            raise DataError(f'an evaluation record has split {self.split!r}; expected "{VALID}" or "{TEST}"')
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Optional
 
 import torch
@@ -15,15 +16,16 @@ from megafp8.checkpoint.save import finish_param_gather
 from megafp8.config import iterations
 from megafp8.config.batch_schedule import BatchSchedule, constant
 from megafp8.data.loader import build_loader
-from megafp8.metrics.records import EvalRecord
+from megafp8.metrics.records import VALID, VALID_HIGH_PRECISION, EvalRecord
 from megafp8.metrics.sinks import Sinks
 from megafp8.optimizer.gradient_checks import LOSS, sum_over_ranks
 from megafp8.resilience import fault_injection
 from megafp8.resilience.watchdog import AFTER_STEP, EVALUATION
 from megafp8.training.bad_steps import sum_losses
+from megafp8.training.precision import high_precision
 from megafp8.training.run import Run
 from megafp8.training.signals import is_stop_requested
-from megafp8.training.step import forward_or_replay
+from megafp8.training.step import forward_backward, forward_or_replay
 
 
 def evaluate(
@@ -42,6 +44,7 @@ def evaluate(
     Under `--fp8-schedule` the precision is that of the last step.
 
     Args:
+        split: `VALID_HIGH_PRECISION` quantizes no GEMM.
         show_progress: gets the number of finished batches before each one.
 
     Returns:
@@ -54,14 +57,17 @@ def evaluate(
     batches = build_batches(run, dataset, 0, num_samples, num_workers=0, batch_schedule=schedule)
     num_microbatches = iterations.num_microbatches(run.config, run.rank_position.world_size, run.eval_batch_size)
     total = torch.zeros(2, dtype=torch.float64, device=device)
-    with evaluation_mode(run), run.precision_at(step):
+    is_high = split == VALID_HIGH_PRECISION
+    passes = partial(forward_backward, forward_only=True) if is_high else forward_or_replay
+    precision = high_precision(run.transformer_config, run.training_state.chunks) if is_high else run.precision_at(step)
+    with evaluation_mode(run), precision:
         fault_injection.point("evaluation.begin")
         for index in range(num_batches):
             show_progress(index)
             if is_stop_requested(run):
                 return None
             run.watchdog.enter(EVALUATION, step)
-            loss = sum_losses(forward_or_replay(run, batches, num_microbatches))
+            loss = sum_losses(passes(run, batches, num_microbatches))
             if loss is not None:
                 total += loss
             fault_injection.point("evaluation.batch")
@@ -80,7 +86,9 @@ def evaluate(
 
 def validate(run: Run, sinks: Sinks, progress: Progress) -> bool:
     """Evaluate on the validation data, if there is any; False if a signal interrupted it."""
-    is_complete = record_evaluation(run, sinks, progress, "valid", run.datasets[1])
+    is_complete = record_evaluation(run, sinks, progress, VALID, run.datasets[1])
+    if is_complete and run.config.training.eval_high_precision:
+        is_complete = record_evaluation(run, sinks, progress, VALID_HIGH_PRECISION, run.datasets[1])
     run.watchdog.evaluation_interrupted(None if is_complete else progress.step)
     if run.config.training.empty_unused_memory_level >= 1:
         run.platform.free_cache()

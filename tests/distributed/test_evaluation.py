@@ -25,7 +25,7 @@ from tolerances import LAYOUT_LOSS
 from torch import Tensor
 
 from megafp8.config.schema import RunConfig
-from megafp8.metrics.records import EvalRecord
+from megafp8.metrics.records import VALID, VALID_HIGH_PRECISION, EvalRecord
 from megafp8.training.cuda_graph import Batch, Passes
 from megafp8.training.evaluation import build_batches, evaluate
 from megafp8.training.extensions.statistics import StatisticsCollector
@@ -48,6 +48,20 @@ def validate_after(config: RunConfig, num_steps: int) -> EvalRecord:
     run = build_run(config)
     train(run, num_steps)
     return evaluate(run, "valid", SourceSamples(run.config.data.seq_length, is_masked=True), num_steps, 0)
+
+
+def validate_twice(config: RunConfig) -> list[float]:
+    """The loss as a run computes it, in high precision, and as the run computes it again."""
+    run = build_run(config)
+    samples = SourceSamples(run.config.data.seq_length)
+    return [evaluate(run, split, samples, 0, 0).loss for split in (VALID, VALID_HIGH_PRECISION, VALID)]
+
+
+def test_a_validation_in_high_precision_quantizes_nothing() -> None:
+    (own, high, again), (plain, same, _) = (
+        run_ranks(1, validate_twice, small_config("llama", flags))[0] for flags in (FP8, PLAIN)
+    )
+    assert own == again != high == plain == same
 
 
 @pytest.mark.parametrize(("world_size", "flags"), LAYOUTS)

@@ -97,6 +97,12 @@ def fp8_weights_need_masters(config: RunConfig, world_size: int) -> Iterator[str
         yield "--fp8-param-gather needs --bf16: without it, the weights are FP32 and have no separate master weights"
 
 
+def high_precision_validation_needs_weights(config: RunConfig, world_size: int) -> Iterator[str]:
+    """A validation in high precision reads the weights, not their codes."""
+    if config.training.eval_high_precision and config.precision.fp8_param_gather:
+        yield "--eval-high-precision with --fp8-param-gather: the weights are there as FP8 codes only; remove one"
+
+
 def low_formats_need_quantizing_layers(config: RunConfig, world_size: int) -> Iterator[str]:
     """megatron-core's local layers support neither FP8 nor FP4."""
     precision = config.precision

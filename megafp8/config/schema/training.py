@@ -97,6 +97,9 @@ class TrainingConfig:
         None, "sequences per global batch of a validation",
         range=AT_LEAST_1, role=Role.SAMPLES, unset="the global batch size at the end of training", unit="sequences",
     )
+    eval_high_precision: bool = setting(
+        False, "validate a second time, with all GEMMs in the dtype of the weights", role=Role.OUTPUT
+    )
     skip_train: bool = setting(False, "validate without training", role=Role.OUTPUT)
     exit_interval: Optional[int] = setting(
         None, "save and exit at the first step that is a multiple of this",

@@ -9,7 +9,16 @@ from collections.abc import Callable
 from typing import Any, Optional, TextIO
 
 from megafp8.config.schema import LoggingConfig
-from megafp8.metrics.records import EvalRecord, EventRecord, Record, RunRecord, SampleRecord, StepRecord
+from megafp8.metrics.records import (
+    VALID,
+    VALID_HIGH_PRECISION,
+    EvalRecord,
+    EventRecord,
+    Record,
+    RunRecord,
+    SampleRecord,
+    StepRecord,
+)
 from megafp8.utils.formatting import duration_text
 
 ETA_WINDOW_STEPS = 50
@@ -244,7 +253,7 @@ def describe_eval(record: EvalRecord) -> str:
 
 def split_name(split: str) -> str:
     """The name of a split of the data as users know it."""
-    return "validation" if split == "valid" else split
+    return {VALID: "validation", VALID_HIGH_PRECISION: "validation (high precision)"}.get(split, split)
 
 
 def format_count(value: float) -> str:

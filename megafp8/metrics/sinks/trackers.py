@@ -22,6 +22,9 @@ from megafp8.config.schema import LoggingConfig
 from megafp8.errors import CapabilityError
 from megafp8.metrics.expert_statistics import expert_groups, expert_of, exponent_counts, spread_of
 from megafp8.metrics.records import (
+    TEST,
+    VALID,
+    VALID_HIGH_PRECISION,
     EvalRecord,
     EventRecord,
     ExpertRecord,
@@ -251,7 +254,7 @@ def start_wandb(wandb: Any, arguments: Mapping[str, Optional[str]]) -> Any:
 
 
 ScalarRecord = Union[StepRecord, QuantizationRecord, GuardRecord, EvalRecord, ExpertRecord]
-EVAL_NAMES = {"valid": "validation", "test": "test"}
+EVAL_NAMES = {VALID: "validation", VALID_HIGH_PRECISION: "validation high precision", TEST: "test"}
 TENSOR_FIELDS = ("amax", "num_non_finite", "quant_scale_min", "quant_scale_max", "scale_spread_octaves",
                  "underflow_fraction", "saturated_fraction", "sqnr_db", "mean_local_sqnr_db", "staleness_octaves",
                  "outlier_octaves", "update_to_weight", "codes_changed_fraction")  # fmt: skip

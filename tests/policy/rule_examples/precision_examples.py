@@ -23,6 +23,16 @@ EXAMPLES = {
         1,
         "needs --use-distributed-optimizer",
     ),
+    "high_precision_validation_needs_weights": (
+        {
+            "training.eval_high_precision": True,
+            "precision.fp8_param_gather": True,
+            "precision.fp8_format": "hybrid",
+            "parallel.use_distributed_optimizer": True,
+        },
+        1,
+        "--eval-high-precision with --fp8-param-gather",
+    ),
     "fp8_weights_need_masters": (
         {
             "precision.fp8_param_gather": True,
