@@ -11,6 +11,13 @@ Runs are in OUTPUT/RECIPE/SEED. Repeating the command skips runs that are done a
 fails is reported, and the others continue. The report is in OUTPUT/report: report.html, Markdown, JSON and plots.
 `megafp8 compare` writes it again from the records, on any machine.
 
+    megafp8 run-comparison --forks --recipes bf16,tensorwise,nvfp4 --seeds 4 --output runs/forks
+
+With --forks only runs in BF16 are trained, the trunks, one for each seed. From their checkpoints every recipe and BF16
+train --fork-length steps on the same batches. The report, OUTPUT/report/forks.html, says what switching to a recipe
+costs after so many steps: far fewer steps show a small cost than with whole runs, but the cost of a whole run is
+another question.
+
 Recipes: bf16, bf16-control (other microbatches, to show the effect of rounding alone), tensorwise, delayed, rowwise,
 blockwise, mxfp8, nvfp4, quartet2. The suffixes -e4m3, -hybrid and -e5m2 give an FP8 recipe another format. --variant
 adds any other set of flags. Exit status: 0 if all runs are done, else that of the first problem (64 for wrong flags, 70
@@ -25,7 +32,7 @@ import os
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Optional
 
@@ -33,6 +40,7 @@ from megafp8.cli import built_in_data
 from megafp8.cli.command_flags import add_flags, argument, float_flag, int_flag, path_flag, switch
 from megafp8.cli.common import TRAINING_SCRIPT, build_command_parser, returns_exit_status
 from megafp8.config import flags, iterations, rules, variants
+from megafp8.config.rules.base import Rule
 from megafp8.config.schema import RunConfig
 from megafp8.errors import INTERNAL, PREEMPTED, ConfigError, Megafp8Error
 from megafp8.launch.built_in_sizes import (
@@ -43,6 +51,7 @@ from megafp8.launch.built_in_sizes import (
     shared_micro_batch_size,
 )
 from megafp8.launch.compared_runs import discard_partial_checkpoints, run_problems, visible_devices
+from megafp8.launch.forks import discard_partial_forks, discard_weights, fork_steps, plan_forks
 from megafp8.launch.process_pool import OUTPUT_FILE, PooledRun, ProcessPool, RunOutcome, training_command
 from megafp8.resilience.run_state import current_state, finished_state
 from megafp8.utils.best_effort import best_effort
@@ -63,6 +72,10 @@ def build_parser() -> argparse.ArgumentParser:
         int_flag("--parallel", "number of runs at the same time (default 1; with a built-in size one for each core or "
                  "GPU)"),
         int_flag("--nproc-per-node", "ranks of a run; above 1 under torchrun (default 1)", default=1),
+        argument("--forks", "compare forks of BF16 runs, from these of their steps: 200,400 (default: a quarter, half "
+                 "and three quarters of --train-iters)", nargs="?", const="", metavar="STEPS"),
+        int_flag("--fork-length", "steps of a fork (default %(default)s)", default=200),
+        int_flag("--runs-per-gpu", "runs that share a GPU (default %(default)s)", default=1),
         float_flag("--bound", "accepted increase of the validation loss over the baseline (default %(default)g)",
                    default=0.5, metavar="PERCENT"),
         argument("--title", "title of the report", default="Comparison of recipes"),
@@ -128,8 +141,32 @@ def dry_run_text(runs: Sequence[PooledRun], options: argparse.Namespace, shared:
     return "\n".join([*lines, f"nothing was written{'' if options.verbose else '; --verbose shows the commands'}"])
 
 
-def plan_runs(options: argparse.Namespace, device_flags: Sequence[str]) -> tuple[list[PooledRun], RunConfig]:
-    """Return the requested runs, ordered by seed, and the settings that they share.
+def shared_settings(options: argparse.Namespace) -> tuple[RunConfig, tuple[Rule, ...]]:
+    """Return the settings that all runs share, and the rules that apply to them.
+
+    Raises:
+        ConfigError: everything that is wrong with them.
+    """
+    counts = {
+        "--seeds": options.seeds, "--parallel": options.parallel, "--nproc-per-node": options.nproc_per_node,
+        "--runs-per-gpu": options.runs_per_gpu,
+    }  # fmt: skip
+    shared, problems = variants.parse_shared_flags(options.flags, str(options.output_dir))
+    problems += [f"{flag} {value} must be at least 1" for flag, value in counts.items() if value < 1]
+    problems += [] if 0 <= options.bound < 100 else [f"--bound {options.bound} must be from 0 to below 100 percent"]
+    checked = rules.ALL_RULES
+    if built_in_data.is_built_in(shared.data, options.output_dir):  # they are written after the checks
+        checked = tuple(rule for rule in checked if rule is not rules.paths.shards_are_there)
+    problems += [] if problems else rules.found_by(checked, shared, options.nproc_per_node)
+    if problems:
+        raise ConfigError(problems)
+    return shared, checked
+
+
+def plan_runs(
+    options: argparse.Namespace, shared: RunConfig, checked: tuple[Rule, ...], device_flags: Sequence[str]
+) -> list[PooledRun]:
+    """Return the requested runs, ordered by seed.
 
     Args:
         device_flags: flags that this machine adds to every run.
@@ -137,17 +174,7 @@ def plan_runs(options: argparse.Namespace, device_flags: Sequence[str]) -> tuple
     Raises:
         ConfigError: everything that is wrong with any of them, also folders that hold other runs.
     """
-    counts = {"--seeds": options.seeds, "--parallel": options.parallel, "--nproc-per-node": options.nproc_per_node}
-    ranks = options.nproc_per_node
-    shared, problems = variants.parse_shared_flags(options.flags, str(options.output_dir))
-    problems += [f"{flag} {value} must be at least 1" for flag, value in counts.items() if value < 1]
-    problems += [] if 0 <= options.bound < 100 else [f"--bound {options.bound} must be from 0 to below 100 percent"]
-    checked = rules.ALL_RULES
-    if built_in_data.is_built_in(shared.data, options.output_dir):  # they are written after the checks
-        checked = tuple(rule for rule in checked if rule is not rules.paths.shards_are_there)
-    problems += [] if problems else rules.found_by(checked, shared, ranks)
-    if problems:
-        raise ConfigError(problems)
+    ranks, problems = options.nproc_per_node, list[str]()
     chosen, runs = variants_of(options, shared), []
     for seed in range(shared.training.seed, shared.training.seed + options.seeds):
         for variant in chosen:
@@ -159,7 +186,7 @@ def plan_runs(options: argparse.Namespace, device_flags: Sequence[str]) -> tuple
             runs.append(PooledRun(name=f"{variant.name}/seed{seed}", command=command, folder=folder, gpus=ranks))
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    return runs, shared
+    return runs
 
 
 def variants_of(options: argparse.Namespace, shared: RunConfig) -> list[variants.Variant]:
@@ -179,7 +206,7 @@ def variants_of(options: argparse.Namespace, shared: RunConfig) -> list[variants
     return chosen
 
 
-def share_devices(parallel: int, ranks: int, num_gpus: int) -> tuple[list[str], list[str]]:
+def share_devices(parallel: int, ranks: int, num_gpus: int, runs_per_gpu: int = 1) -> tuple[list[str], list[str]]:
     """Return the GPUs for the concurrent runs, and the flags of every run: without GPUs a share of the cores.
 
     Raises:
@@ -188,11 +215,14 @@ def share_devices(parallel: int, ranks: int, num_gpus: int) -> tuple[list[str], 
     if not num_gpus:
         threads = max(1, len(os.sched_getaffinity(0)) // max(1, parallel * ranks))
         return [], ["--num-threads", str(threads)]
-    if parallel * ranks > num_gpus:
+    if runs_per_gpu > 1 and ranks > 1:
+        raise ConfigError(f"--runs-per-gpu {runs_per_gpu} is for runs of one rank, not --nproc-per-node {ranks}")
+    if parallel * ranks > num_gpus * runs_per_gpu:
         raise ConfigError(
             f"--parallel {parallel} with --nproc-per-node {ranks} takes {parallel * ranks} GPUs; there are {num_gpus}"
         )
-    return visible_devices(num_gpus)[: parallel * ranks], []
+    # A GPU once for each of its runs, all GPUs before a second run on one.
+    return (visible_devices(num_gpus) * runs_per_gpu)[: parallel * ranks], []
 
 
 class Display:
@@ -236,17 +266,22 @@ class Display:
         self._bar.close()
 
 
-def train(runs: Sequence[PooledRun], parallel: int, gpus: Sequence[str], shared: RunConfig, ranks: int) -> int:
+def train(
+    runs: Sequence[PooledRun], parallel: int, gpus: Sequence[str], steps_of_run: int,
+    on_end: Callable[[RunOutcome], None] = lambda outcome: None,
+) -> int:  # fmt: skip
     """Run what is not done yet; return the exit status of all runs together."""
     sys.stdout, sys.stderr = best_effort(sys.stdout), best_effort(sys.stderr)  # the terminal may be closed
     waiting = [run for run in runs if finished_state(run.folder) is None]
     if len(waiting) < len(runs):
         print(f"{len(runs) - len(waiting)} of {len(runs)} runs are done already", file=sys.stderr)
-    if shared.checkpoint.no_save_optim or shared.checkpoint.no_save_rng:
-        for run in waiting:
-            discard_partial_checkpoints(run)
-    display = Display(len(waiting), iterations.train_iters(shared, ranks))
-    batch = ProcessPool(parallel, gpus, on_start=display.started, on_end=display.ended, on_steps=display.stepped)
+    display = Display(len(waiting), steps_of_run)
+
+    def ended(outcome: RunOutcome) -> None:
+        display.ended(outcome)
+        on_end(outcome)
+
+    batch = ProcessPool(parallel, gpus, on_start=display.started, on_end=ended, on_steps=display.stepped)
     try:
         outcomes = batch.run(waiting)
     finally:
@@ -281,6 +316,38 @@ def report(runs: Sequence[PooledRun], options: argparse.Namespace) -> None:
         print(f"wrote {path}", file=sys.stderr)
 
 
+def run_forks(
+    options: argparse.Namespace, shared: RunConfig, checked: tuple[Rule, ...], gpus: Sequence[str],
+    device_flags: Sequence[str], size: Optional[ComparisonSize],
+) -> int:  # fmt: skip
+    """Train trunks and forks, and report what switching costs; return the exit status."""
+    trunks, runs = plan_forks(options, shared, variants_of(options, shared), device_flags, TRAINING_SCRIPT, checked)
+    due, trunks_due = ([run for run in part if finished_state(run.folder) is None] for part in (runs, trunks))
+    length, last_step = options.fork_length, max(fork_steps(options, shared))
+    num_steps = len(trunks_due) * last_step + len(due) * length
+    text = f"{len(trunks_due)} trunks of {last_step:,} steps and {len(due)} forks of {length}, {num_steps:,} steps"
+    print(f"{text}, {options.parallel} at a time, in {options.output_dir}", file=sys.stderr)
+    if options.dry_run:
+        print(
+            "\n".join(f"{run.name}: {shlex.join(run.command)}" for run in (*trunks, *runs)) if options.verbose else ""
+        )
+        return 0
+    if size is not None:
+        built_in_data.prepare_data(shared.data, options.output_dir, size.corpus_bytes)
+    discard_partial_forks(runs)
+    status = train(trunks, options.parallel, gpus, last_step)
+    if status == 0:
+        status = train(runs, options.parallel, gpus, length, discard_weights)
+    if status != PREEMPTED and not options.no_report:
+        from megafp8.analysis import forks_page
+
+        found, written = forks_page.publish_forks(options.output_dir)
+        print(forks_page.to_text(found))
+        for path in written:
+            print(f"wrote {path}", file=sys.stderr)
+    return status
+
+
 @returns_exit_status("run-comparison")
 def main(argv: Sequence[str]) -> int:
     """Run and return the exit status."""
@@ -293,8 +360,11 @@ def main(argv: Sequence[str]) -> int:
         if options.parallel is None:
             num_runs = options.seeds * (len(options.recipes.split(",")) + len(options.variant))
             options.parallel = default_parallel(size, num_runs, options.nproc_per_node, num_gpus)
-        gpus, device_flags = share_devices(options.parallel, options.nproc_per_node, num_gpus)
-        runs, shared = plan_runs(options, device_flags)
+        gpus, device_flags = share_devices(options.parallel, options.nproc_per_node, num_gpus, options.runs_per_gpu)
+        shared, checked = shared_settings(options)
+        if options.forks is not None:
+            return run_forks(options, shared, checked, gpus, device_flags, size)
+        runs = plan_runs(options, shared, checked, device_flags)
         if size is not None or options.dry_run:
             num_due = sum(finished_state(run.folder) is None for run in runs)
             print(effort_text(size, num_due, options, shared), file=sys.stderr)
@@ -303,7 +373,12 @@ def main(argv: Sequence[str]) -> int:
             return 0
         if size is not None:
             built_in_data.prepare_data(shared.data, options.output_dir, size.corpus_bytes)
-        status = train(runs, options.parallel, gpus, shared, options.nproc_per_node)
+        if shared.checkpoint.no_save_optim or shared.checkpoint.no_save_rng:
+            for run in runs:
+                if finished_state(run.folder) is None:
+                    discard_partial_checkpoints(run)
+        num_steps = iterations.train_iters(shared, options.nproc_per_node)
+        status = train(runs, options.parallel, gpus, num_steps)
         if status != PREEMPTED and not options.no_report:
             report(runs, options)
         return status

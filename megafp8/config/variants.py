@@ -17,6 +17,8 @@ from megafp8.recipes.base import FP8_FORMATS
 from megafp8.utils.suggestions import did_you_mean
 
 BASELINE, CONTROL = "bf16", "bf16-control"
+FORKS, TRUNKS = "forks", "trunks"
+"""Folders of a comparison by forks (`launch/forks.py`)."""
 
 # Runs that differ in these settings only train alike, up to the order of summation.
 NEUTRAL_SETTINGS = ("checkpoint.", "logging.", "training.num_threads", "data.num_workers", "data.data_cache_path")

@@ -150,6 +150,52 @@ def test_a_dry_run_shows_every_command(compare, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+FORKED = [*FLAGS, "--train-iters", "8"]
+FORKED.remove("--no-save-optim")
+
+
+@pytest.mark.slow
+def test_forks_of_two_trunks_are_compared(tmp_path: Path) -> None:
+    """Real runs: an interrupted fork restarts, what is done is kept, and weights of forks are not."""
+    words = ["--output-dir", str(tmp_path), "--recipes", "bf16,tensorwise", "--seeds", "2", "--parallel", "2"]
+    command = [sys.executable, str(TOOL), *words, "--forks", "4", "--fork-length", "4", "--", *FORKED]
+    partial = tmp_path / "forks/tensorwise/seed7-step4"
+    partial.mkdir(parents=True)
+    (partial / "records.jsonl").write_text("interrupted")
+    for _ in range(2):
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        assert ended.returncode == 0, ended.stderr
+        assert "bf16-control  noise floor" in ended.stdout
+    assert "6 of 6 runs are done already" in ended.stderr
+    assert not list(tmp_path.glob("forks/**/iter_*")) and list(tmp_path.glob("trunks/seed7/iter_0000004"))
+    base, trunk = (load_run(tmp_path / name) for name in ("forks/bf16/seed7-step4", "trunks/seed8"))
+    assert [step.step for step in base.steps] == [5, 6, 7, 8] and len(trunk.steps) == 4
+    quantized = load_run(tmp_path / "forks/tensorwise/seed7-step4")
+    assert [record.split for record in quantized.evals if record.step == 8][:2] == ["valid", "valid-high-precision"]
+    assert quantized.series("learning_rate").tolist() == base.series("learning_rate").tolist()
+    assert "tensorwise" in (tmp_path / "report/forks.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("--forks", "4", "--fork-length", "5"), "--fork-length 5 must be a multiple of 4"),
+        (("--forks", "3", "--fork-length", "8"), "step 3 must be a multiple of 2"),
+        (("--forks", "2,2", "--fork-length", "4"), "give different steps"),
+        (("--forks", "4", "--fork-length", "8"), "end after --train-iters 8"),
+        (("--forks", "2", "--fork-length", "4", "--recipes", "mxfp8,bf16"), "the first of --recipes must be bf16"),
+    ],
+)
+def test_forks_that_do_not_fit_are_refused(compare, tmp_path: Path, words: tuple[str, ...], problem: str) -> None:
+    status, _, err = compare(tmp_path, *words, flags=FORKED)
+    assert status == ConfigError.exit_status and problem in err
+
+
+def test_trunks_save_their_complete_state(compare, tmp_path: Path) -> None:
+    status, _, err = compare(tmp_path, "--forks", "2", "--fork-length", "4")
+    assert status == ConfigError.exit_status and "remove --no-save-optim" in err
+
+
 def test_without_flags_a_built_in_size_is_trained_on_built_in_data(tool: ModuleType, tmp_path: Path, capsys) -> None:
     words = ["--recipes", "bf16,bf16-control,nvfp4", "--seeds", "3", "--parallel", "2", "--output", str(tmp_path)]
     flags = ["--", "--lr", "1e-3", "--train-iters", "50"]
@@ -217,5 +263,8 @@ def test_runs_get_gpus_of_their_own_or_a_share_of_the_cores(tool: ModuleType, mo
     assert share(3, 1, 3)[0] == ["5", "7", "GPU-ab"]
     with pytest.raises(ConfigError, match="takes 4 GPUs; there are 3"):
         share(2, 2, 3)
+    assert share(4, 1, 3, runs_per_gpu=2)[0] == ["5", "7", "GPU-ab", "5"]
+    with pytest.raises(ConfigError, match="for runs of one rank"):
+        share(2, 2, 3, runs_per_gpu=2)
     gpus, flags = share(2, 1, 0)
     assert not gpus and flags[0] == "--num-threads" and int(flags[1]) >= 1

@@ -1,0 +1,220 @@
+"""What switching to a recipe costs, from runs that fork from checkpoints of BF16 runs, the trunks.
+
+From each fork every recipe trains some steps on the same batches, and so does BF16. The cost after k steps is
+
+    (loss of the recipe - loss of BF16) / loss of BF16,   both k steps after the fork, on the same validation data.
+
+It is the cost of switching, at this phase of the learning rate, and not that of a whole run: there the state before the
+fork would be the recipe's, too. Two runs from one state differ by the recipe and by rounding, and have not had the time
+to drift apart, so that the difference has far less noise than that of whole runs.
+
+Forks of one trunk share its weights. Their mean is one value, and the interval is Student's t over trunks.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Optional
+
+import numpy as np
+
+from megafp8.analysis.pairing import is_control
+from megafp8.analysis.runs import LoadedRun, load_run
+from megafp8.analysis.seed_statistics import CONFIDENCE, Interval, mean_interval
+from megafp8.config.variants import BASELINE, FORKS
+from megafp8.errors import DataError
+from megafp8.metrics.records import VALID, VALID_HIGH_PRECISION
+from megafp8.resilience.run_state import finished_state
+
+FOLDER_NAME = re.compile(r"seed(-?\d+)-step(\d+)")
+COSTS, GAINS, NO_DIFFERENCE, DIVERGED, NOISE = "costs", "gains", "not distinguishable", "diverged", "noise floor"
+GROWING, FALLING, SATURATING, UNKNOWN = "growing", "falling", "saturating", "course not decided"
+SATURATED_FRACTION = 0.25
+"""A cost saturates if less than this part of it came in the second half of the steps, with all of the interval."""
+
+
+@dataclass(frozen=True, order=True)
+class ForkPoint:
+    """Where runs fork: the trunk, by its seed, and its step."""
+
+    seed: int
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForkCost:
+    """The cost of one recipe.
+
+    Attributes:
+        offsets: steps after the fork at which both were validated, ascending.
+        own: cost at each offset, as the recipe computes the loss; of the control and others without a difference, too.
+        plain: the same with all GEMMs of the validation in high precision; empty if that was not recorded.
+        growth: cost at the last offset minus that at the middle one.
+        by_trunk: mean cost at the last offset of each trunk's forks, by seed.
+        num_forks: of all trunks.
+        full: gap at the end of whole runs of the same seeds, if there are any.
+    """
+
+    name: str
+    offsets: tuple[int, ...]
+    own: tuple[Interval, ...]
+    plain: tuple[Interval, ...]
+    growth: Interval
+    by_trunk: Mapping[int, float]
+    num_forks: int
+    full: Optional[Interval] = None
+
+    @property
+    def cost(self) -> Interval:
+        """At the last offset."""
+        return self.own[-1]
+
+    @property
+    def verdict(self) -> str:
+        """What the interval says."""
+        if not math.isfinite(self.cost.mean):
+            return DIVERGED
+        if is_control(self.name):
+            return NOISE
+        if self.cost.low is None or self.cost.high is None or self.cost.low <= 0 <= self.cost.high:
+            return NO_DIFFERENCE
+        return COSTS if self.cost.low > 0 else GAINS
+
+    @property
+    def course(self) -> str:
+        """Whether the cost still changes in the second half of the steps; empty where there is none."""
+        low, high = self.growth.low, self.growth.high
+        if self.verdict not in (COSTS, GAINS) or low is None or high is None:
+            return ""
+        if max(abs(low), abs(high)) < SATURATED_FRACTION * abs(self.cost.mean):
+            return SATURATING
+        return GROWING if low > 0 else FALLING if high < 0 else UNKNOWN
+
+    @property
+    def half_width(self) -> Optional[float]:
+        """Of the interval at the last offset."""
+        return None if self.cost.high is None else self.cost.high - self.cost.mean
+
+    @property
+    def disagrees(self) -> bool:
+        """Whether the intervals of forks and of whole runs have nothing in common."""
+        full, cost = self.full, self.cost
+        if full is None or None in (full.low, full.high, cost.low, cost.high):
+            return False
+        return bool(full.low > cost.high or full.high < cost.low)  # type: ignore[operator]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForkReport:
+    """The costs of all recipes.
+
+    Attributes:
+        info: a fork of the baseline, for the conditions.
+        length: steps of a fork.
+        points: that the baseline has.
+        unfinished: names of forks without a result.
+    """
+
+    info: LoadedRun
+    length: int
+    points: tuple[ForkPoint, ...]
+    costs: tuple[ForkCost, ...]
+    unfinished: tuple[str, ...]
+
+
+def read_forks(folder: Path) -> ForkReport:
+    """Read the forks below `FOLDER/forks`, and whole runs below FOLDER.
+
+    Raises:
+        DataError: there are no finished forks of the baseline, or no validations.
+    """
+    forks: dict[str, dict[ForkPoint, LoadedRun]] = {}
+    unfinished = []
+    for path in sorted((folder / FORKS).glob("*/seed*-step*")):
+        if (match := FOLDER_NAME.fullmatch(path.name)) is None:
+            continue
+        if finished_state(path) is None:
+            unfinished.append(f"{path.parent.name}/{path.name}")
+            continue
+        forks.setdefault(path.parent.name, {})[ForkPoint(int(match[1]), int(match[2]))] = load_run(path)
+    base = forks.pop(BASELINE, None)
+    if not base:
+        raise DataError(f"{folder / FORKS / BASELINE} has no finished fork, with which others could be compared")
+    costs = [cost for name, runs in forks.items() if (cost := cost_of(name, base, runs, full_gap(folder, name)))]
+    first = next(iter(base.values()))
+    length = first.steps[-1].step - next(iter(base)).step
+    return ForkReport(
+        info=first, length=length, points=tuple(sorted(base)), costs=tuple(costs), unfinished=tuple(unfinished)
+    )
+
+
+def cost_of(
+    name: str, base: Mapping[ForkPoint, LoadedRun], runs: Mapping[ForkPoint, LoadedRun], full: Optional[Interval] = None
+) -> Optional[ForkCost]:
+    """The cost of a recipe at the points that it and the baseline have; None without such a point."""
+    points = sorted(set(base) & set(runs))
+    if not points:
+        return None
+    own = {point: losses(runs[point], base[point], point, VALID) for point in points}
+    plain = {point: losses(runs[point], base[point], point, VALID_HIGH_PRECISION) for point in points}
+    offsets = common_offsets(own.values())
+    if not offsets:
+        raise DataError(f"{name}: the forks have no common steps of validation")
+    table = by_trunk(own, offsets)
+    has_plain = common_offsets(plain.values()) == offsets
+    growth = {seed: values[-1] - values[middle_of(offsets)] for seed, values in table.items()}
+    return ForkCost(
+        name=name, offsets=offsets, own=over_trunks(table),
+        plain=over_trunks(by_trunk(plain, offsets)) if has_plain else (),
+        growth=mean_interval(list(growth.values())), by_trunk={seed: values[-1] for seed, values in table.items()},
+        num_forks=len(points), full=full,
+    )  # fmt: skip
+
+
+def losses(run: LoadedRun, base: LoadedRun, point: ForkPoint, split: str) -> dict[int, float]:
+    """Relative cost by steps after the fork."""
+    expected = {record.step: record.loss for record in base.evals_of(VALID)}
+    return {
+        record.step - point.step: (record.loss - expected[record.step]) / expected[record.step]
+        for record in run.evals_of(split)
+        if record.step in expected and record.step > point.step
+    }
+
+
+def common_offsets(curves: Iterable[Mapping[int, float]]) -> tuple[int, ...]:
+    """Offsets that all curves have, ascending."""
+    return tuple(sorted(set.intersection(*map(set, curves))))
+
+
+def middle_of(offsets: Sequence[int]) -> int:
+    """Index of the first offset that is at least half of the last one."""
+    return next(index for index, offset in enumerate(offsets) if 2 * offset >= offsets[-1])
+
+
+def by_trunk(curves: Mapping[ForkPoint, Mapping[int, float]], offsets: Sequence[int]) -> dict[int, np.ndarray]:
+    """Mean curve of each trunk's forks, [offsets], by seed."""
+    found: dict[int, list[list[float]]] = {}
+    for point, curve in curves.items():
+        found.setdefault(point.seed, []).append([curve[offset] for offset in offsets])
+    return {seed: np.mean(values, axis=0) for seed, values in found.items()}
+
+
+def over_trunks(curves: Mapping[int, np.ndarray], confidence: float = CONFIDENCE) -> tuple[Interval, ...]:
+    """Interval over trunks at each offset."""
+    return tuple(mean_interval(list(values), confidence) for values in np.array(list(curves.values())).T)
+
+
+def full_gap(folder: Path, name: str) -> Optional[Interval]:
+    """Gap at the end of whole runs `FOLDER/RECIPE/seedN` to those of the baseline; None without pairs."""
+    gaps = []
+    for path in sorted((folder / name).glob("seed*")):
+        base = folder / BASELINE / path.name
+        if finished_state(path) is not None and finished_state(base) is not None:
+            own, expected = (load_run(each).last_validation for each in (path, base))
+            if own is not None and expected is not None:
+                gaps.append((own.loss - expected.loss) / expected.loss)
+    return mean_interval(gaps) if gaps else None

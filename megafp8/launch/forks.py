@@ -1,0 +1,140 @@
+"""The runs of a comparison by forks: trunks in BF16, and from their checkpoints forks in every recipe.
+
+    OUTPUT/trunks/seed1234                    a trunk, which saves at the steps of the forks
+    OUTPUT/forks/RECIPE/seed1234-step400      a fork
+
+A fork loads a checkpoint of its trunk with optimizer and random state, reads the samples that the trunk would read
+next, and keeps the trunk's schedule of the learning rate. It saves nothing to resume from: an interrupted one restarts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from megafp8.config import flags, iterations, rules
+from megafp8.config.rules.base import Rule
+from megafp8.config.schema import RunConfig
+from megafp8.config.variants import BASELINE, CONTROL, FORKS, TRUNKS, Variant, build_variant
+from megafp8.errors import ConfigError
+from megafp8.launch.compared_runs import run_problems
+from megafp8.launch.process_pool import PooledRun, RunOutcome, training_command
+from megafp8.resilience.run_state import finished_state
+
+NUM_VALIDATIONS = 4
+"""Of a fork, at equal distances."""
+DEFAULT_FORKS = (0.25, 0.5, 0.75)
+
+
+def fork_steps(options: argparse.Namespace, shared: RunConfig) -> list[int]:
+    """The steps of the trunks at which others fork, ascending.
+
+    Raises:
+        ConfigError: steps that are none, or a length that does not fit.
+    """
+    length, total = options.fork_length, iterations.train_iters(shared, options.nproc_per_node)
+    problems = []
+    if length < NUM_VALIDATIONS or length % NUM_VALIDATIONS:
+        problems.append(f"--fork-length {length} must be a multiple of {NUM_VALIDATIONS}, the validations of a fork")
+    if shared.checkpoint.no_save_optim or shared.checkpoint.no_save_rng:
+        problems.append("--forks: forks load the complete state of their trunks; remove --no-save-optim, --no-save-rng")
+    if shared.training.train_samples is not None:
+        problems.append("--forks needs --train-iters in place of --train-samples: a fork has a number of steps")
+    distance = max(1, length // NUM_VALIDATIONS)
+    words = options.forks.split(",") if options.forks else [str(distance * (int(total * part) // distance))
+                                                            for part in DEFAULT_FORKS]  # fmt: skip
+    steps = sorted({int(word) for word in words if word.strip().isdecimal()})
+    if len(steps) < len(words):
+        problems.append(f"--forks {options.forks}: give different steps, as in 200,400,600")
+    for step in steps:
+        if step < 1 or step % distance:
+            problems.append(f"--forks: step {step} must be a multiple of {distance}, the distance of the validations")
+        elif step + length > total:
+            problems.append(f"--forks: step {step} and --fork-length {length} end after --train-iters {total}")
+    if problems:
+        raise ConfigError(problems)
+    return steps
+
+
+def compared_variants(chosen: Sequence[Variant], shared: RunConfig, ranks: int) -> list[Variant]:
+    """The baseline, the control if the batch has one, and the others.
+
+    Raises:
+        ConfigError: the first variant is not the baseline.
+    """
+    if chosen[0].name != BASELINE:
+        raise ConfigError(f"--forks: the first of --recipes must be {BASELINE}, the precision of the trunks")
+    names = [each.name for each in chosen]
+    if CONTROL in names:
+        return list(chosen)
+    try:
+        return [chosen[0], build_variant(CONTROL, shared, ranks), *chosen[1:]]
+    except ConfigError:  # a global batch of one sequence has no other order of summation
+        return list(chosen)
+
+
+def plan_forks(
+    options: argparse.Namespace, shared: RunConfig, chosen: Sequence[Variant], device_flags: Sequence[str],
+    script: Path, checked: tuple[Rule, ...] = rules.ALL_RULES,
+) -> tuple[list[PooledRun], list[PooledRun]]:  # fmt: skip
+    """The trunks, and the forks in the order in which whole sets of recipes become complete.
+
+    Args:
+        chosen: the baseline first.
+        script: `pretrain_gpt.py`.
+
+    Raises:
+        ConfigError: everything that is wrong with any of them.
+    """
+    steps, ranks, length = fork_steps(options, shared), options.nproc_per_node, options.fork_length
+    variants = compared_variants(chosen, shared, ranks)
+    total, folder = iterations.train_iters(shared, ranks), options.output_dir
+    schedule = () if shared.optimizer.lr_decay_iters is not None else ("--lr-decay-iters", str(total))
+    # They are trained first.
+    before_trunks = tuple(rule for rule in checked if rule is not rules.paths.checkpoints_to_load_are_there)
+    trunks, forks, problems = list[PooledRun](), list[PooledRun](), list[str]()
+
+    def planned(name: str, path: Path, *own: str) -> PooledRun:
+        words = [*device_flags, *options.flags, *schedule, *own, "--save", str(path)]
+        applied = before_trunks if "--ckpt-step" in own else checked
+        problems.extend(f"{name}: {text}" for text in run_problems(words, ranks, path, applied))
+        return PooledRun(name=name, command=training_command(script, ranks, words), folder=path, gpus=ranks)
+
+    for seed in range(shared.training.seed, shared.training.seed + options.seeds):
+        trunk, of_seed = folder / TRUNKS / f"seed{seed}", ("--seed", str(seed))
+        saves = ("--save-interval", str(math.gcd(*steps)), "--load", str(trunk), "--train-iters", str(steps[-1]))
+        trunks.append(planned(f"trunk/seed{seed}", trunk, *chosen[0].flags, *of_seed, *saves))
+        for step in steps:
+            start = ("--load", str(trunk), "--ckpt-step", str(step), "--override-precision")
+            ends = ("--train-iters", str(step + length), "--eval-interval", str(length // NUM_VALIDATIONS))
+            for variant in variants:
+                name = f"{variant.name}/seed{seed}-step{step}"
+                own = (*variant.flags, *of_seed, *start, *ends, *high_precision_flags(variant, options.flags))
+                forks.append(planned(name, folder / FORKS / name, *own, "--no-save-optim", "--no-save-rng"))
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return trunks, forks
+
+
+def high_precision_flags(variant: Variant, shared: Sequence[str]) -> tuple[str, ...]:
+    """A second validation in BF16 arithmetic, where the recipe has another one and its weights are not codes."""
+    config = flags.parse_with_problems([*shared, *variant.flags])[0].config
+    is_quantized = config.precision.fp8_format is not None or config.precision.fp4_format is not None
+    return ("--eval-high-precision",) if is_quantized and not config.precision.fp8_param_gather else ()
+
+
+def discard_partial_forks(forks: Sequence[PooledRun]) -> None:
+    """Remove what interrupted forks left: they restart from their trunks."""
+    for run in forks:
+        if run.folder.exists() and finished_state(run.folder) is None:
+            shutil.rmtree(run.folder)
+
+
+def discard_weights(outcome: RunOutcome) -> None:
+    """Remove the checkpoint of a fork that is done: its records are the result."""
+    if outcome.is_done:
+        for checkpoint in outcome.run.folder.glob("iter_*"):
+            shutil.rmtree(checkpoint)
