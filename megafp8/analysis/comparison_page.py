@@ -92,8 +92,9 @@ def conditions(run: LoadedRun, comparison: Comparison) -> str:
     """Model size, training tokens, seeds and devices in one line."""
     info, seeds = run.info, max(len(row.seeds) for row in comparison.recipes)
     model = f"{info.num_parameters / 1e6:,.3g}M parameters, " if info.num_parameters else ""
+    repetition = f" ({run.repetition})" if run.repetition else ""
     return (
-        f"{model}{comparison.drawn[0].consumed_tokens:,} training tokens, {seeds} "
+        f"{model}{comparison.drawn[0].consumed_tokens:,} training tokens{repetition}, {seeds} "
         f"{'seed' if seeds == 1 else 'seeds'}, {info.world_size} x {info.device_name}"
     )
 

@@ -69,7 +69,7 @@ def conditions(report: ForkReport) -> str:
     model = f"{info.num_parameters / 1e6:,.3g}M parameters, " if info.num_parameters else ""
     return (
         f"{model}{len(trunks)} trunks in BF16, forks at steps {', '.join(map(str, steps))}, {report.length} steps "
-        f"each, {info.world_size} x {info.device_name}"
+        f"each, {', '.join(filter(None, (report.info.repetition, f'{info.world_size} x {info.device_name}')))}"
     )
 
 

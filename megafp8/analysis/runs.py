@@ -68,6 +68,18 @@ class LoadedRun:
         return next(reversed(self.evals_of("valid")), None)
 
     @property
+    def repetition(self) -> str:
+        """Whether the run read text again, and from which step on; empty if its records do not say it."""
+        fresh = self.info.fresh_tokens
+        if fresh is None or not self.steps:
+            return ""
+        last = self.steps[-1]
+        if last.consumed_tokens <= fresh:
+            return "no text read twice"
+        first = next(record.step for record in self.steps if record.consumed_tokens > fresh)
+        return f"text repeats from step {first:,} on (read {last.consumed_tokens / fresh:.1f} times)"
+
+    @property
     def data_phases(self) -> dict[str, int]:
         """Training tokens before the step in which each phase of data but the first began, by the phase's name."""
         tokens = {record.step + 1: record.consumed_tokens for record in self.steps}

@@ -102,6 +102,8 @@ def use_size(options: argparse.Namespace, num_gpus: int) -> Optional[ComparisonS
         return None
     size = COMPARISON_SIZES[options.size or ("gpu" if num_gpus else "laptop")]
     words = [*comparison_flags(size, parsed), *built_in_data.data_flags(options.output_dir, parsed.config.data)]
+    if options.forks is not None:  # forks load the state of their trunks
+        words = [word for word in words if word not in ("--no-save-optim", "--no-save-rng")]
     config = flags.parse_with_problems([*words, *options.flags])[0].config
     micro = shared_micro_batch_size(config, parsed.given, options.nproc_per_node)
     options.flags = [*words, *(() if micro is None else ("--micro-batch-size", str(micro))), *options.flags]

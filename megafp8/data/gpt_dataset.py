@@ -118,6 +118,11 @@ class EpochsDataset(GPTDataset):
         """Samples that the documents fill once."""
         return self._get_num_tokens_per_epoch() / self.config.sequence_length
 
+    @property
+    def fresh_samples(self) -> float:
+        """Samples before a document is read again."""
+        return self.samples_per_epoch
+
     def sample_ids(self, indices: np.ndarray) -> np.ndarray:
         """Identify samples: int64 [samples, 3], number of the source, sequence in it, and offset of the start."""
         starts = self.sample_index[self.shuffle_index[indices]]
@@ -204,6 +209,12 @@ class EpochsBlend(BlendedDataset):
         """The shards that the samples come from, in the order of the datasets."""
         pairs = zip(self.datasets, self.weights, strict=True)
         return tuple(replace(source, weight=weight) for dataset, weight in pairs for source in dataset.sources)
+
+    @property
+    def fresh_samples(self) -> float:
+        """Samples before a document of any of the datasets is read again."""
+        pairs = zip(self.datasets, self.weights, strict=True)
+        return min(dataset.samples_per_epoch / weight for dataset, weight in pairs if weight > 0)
 
     def sample_ids(self, indices: np.ndarray) -> np.ndarray:
         """Identify samples, see `EpochsDataset.sample_ids`."""

@@ -100,7 +100,8 @@ def plan_forks(
     def planned(name: str, path: Path, *own: str) -> PooledRun:
         words = [*device_flags, *options.flags, *schedule, *own, "--save", str(path)]
         applied = before_trunks if "--ckpt-step" in own else checked
-        problems.extend(f"{name}: {text}" for text in run_problems(words, ranks, path, applied))
+        # The runs of a recipe have the same problems.
+        problems.extend(f"{name.partition('/')[0]}: {text}" for text in run_problems(words, ranks, path, applied))
         return PooledRun(name=name, command=training_command(script, ranks, words), folder=path, gpus=ranks)
 
     for seed in range(shared.training.seed, shared.training.seed + options.seeds):

@@ -65,6 +65,8 @@ class RunRecord:
     num_parameters: Optional[int] = None
     flops_per_token: Optional[float] = None
     """Model FLOPs of one token, forward and backward."""
+    fresh_tokens: Optional[int] = None
+    """Training tokens before a document is read again; None without training data, and with phases of data."""
     versions: dict[str, str] = field(default_factory=dict)
     """Versions of megafp8, Python and the numerical libraries."""
     resumed_from_step: Optional[int] = None

@@ -164,6 +164,12 @@ def describe_gather(run: Run) -> str:
     return f"{parts} over {run.rank_position.data_size} ranks"
 
 
+def fresh_tokens(run: Run) -> Optional[int]:
+    """Training tokens before a document is read again; None where no single number says it."""
+    samples = getattr(run.datasets[0], "fresh_samples", None)  # phases have none
+    return None if samples is None else int(samples * run.seq_length)
+
+
 def run_record(run: Run, resumed_from_step: Optional[int]) -> RunRecord:
     """The record that opens a run's file."""
     precision = run.config.precision
@@ -183,6 +189,7 @@ def run_record(run: Run, resumed_from_step: Optional[int]) -> RunRecord:
         mfu_dtype=matmul_dtype(precision, run.implementation) if peak else None,
         num_parameters=model_shapes.count_parameters(run.config.model, run.vocab_size).total,
         flops_per_token=model_flops_per_token(run),
+        fresh_tokens=fresh_tokens(run),
         versions=dict(library_versions()),
         resumed_from_step=resumed_from_step,
     )

@@ -79,3 +79,16 @@ def test_run_names_are_distinct(write_run, tmp_path) -> None:
     assert [run.name for run in load_runs([folder, tmp_path / "two" / "run"])] == ["one/run", "two/run"]
     with pytest.raises(DataError, match="given twice"):
         load_runs([folder, other, folder / "records.jsonl"])
+
+
+@pytest.mark.parametrize(
+    ("fresh_tokens", "text"),
+    [
+        (None, ""),
+        (4000, "no text read twice"),
+        (1500, "text repeats from step 2 on (read 2.7 times)"),
+    ],
+)
+def test_repeated_text_is_named(write_run, fresh_tokens, text) -> None:
+    run = load_run(write_run("bf16", [3.0, 2.0, 2.0, 2.0], fresh_tokens=fresh_tokens))
+    assert run.repetition == text

@@ -89,7 +89,7 @@ def test_split_divides_documents(shards, tokenizer):
 
 def test_one_epoch_reads_every_token_once(shards, tokenizer):
     train, _, _ = build_datasets(run_config(data_path=(shards[0],), split="1"), tokenizer, (300, 0, 0))
-    assert len(train) == (100 * DOCUMENT_TOKENS - 1) // 16
+    assert len(train) == (100 * DOCUMENT_TOKENS - 1) // 16 == int(train.fresh_samples)
     tokens = all_tokens(train)
     inside = tokens[tokens != EOD]
     assert len(inside.unique()) == len(inside)
@@ -125,6 +125,9 @@ def test_weighted_blend(shards, tokenizer):
     first = all_tokens(train)
     from_b = (first.where(first != EOD, -1).max(dim=1).values >= 10_000).float().mean()
     assert from_b == pytest.approx(0.75, abs=0.002)
+    # The validation split of the default takes a part of the 5,000 tokens of a shard.
+    tokens_of_b = train.datasets[1].samples_per_epoch
+    assert train.fresh_samples == pytest.approx(tokens_of_b / 0.75) and 280 < tokens_of_b < 5000 / 16
     assert len(valid) >= 10
     assert torch.equal(first, all_tokens(build_datasets(config, tokenizer, (2000, 10, 0))[0]))
 
