@@ -115,7 +115,7 @@ def measure(run: Run, num_steps: int) -> tuple[dict[str, float], dict[str, float
     for step in range(num_steps):
         train_step(run, batches, Progress(step))
         if (step + 1) % INTERVAL == 0:
-            clean.append(statistics_of(run, batches) | layer_snr(run, step + 1))
+            clean.append(statistics_of(run, batches) | layer_snr(run))
     found = {}
     for fault, statistic in FAULTS.items():
         with planted(run, fault, layer=1):

@@ -26,14 +26,14 @@ MOMENT_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def gradient_snr(
-    optimizer: Any, chunks: Sequence[Any], num_layers: int, betas: tuple[float, float], num_updates: int
-) -> list[Optional[float]]:
-    """The ratio of each layer over all ranks; None without moments, as under SGD. Collective.
+    optimizer: Any, chunks: Sequence[Any], num_layers: int, betas: tuple[float, float]
+) -> tuple[list[Optional[float]], int]:
+    """The ratio of each layer over all ranks, None without moments, as under SGD; and the updates that the moments
+    have. Collective.
 
     Args:
         optimizer: megatron-core's.
         betas: of Adam.
-        num_updates: made so far, at least 1.
     """
     state: dict[Tensor, Mapping[str, Tensor]] = {}
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
@@ -46,8 +46,24 @@ def gradient_snr(
         if layer.layer_number <= num_layers:  # layers of multi-token prediction come after the model's
             sums[layer.layer_number - 1] += sum(moment_sums(state, weight) for weight in layer.parameters())
     dist.all_reduce(sums)
-    correction = (1 - betas[1] ** num_updates) / (1 - betas[0] ** num_updates) ** 2
-    return [signal / noise * correction if noise > 0 else None for signal, noise in sums.tolist()]
+    # Some ranks may have no weights.
+    updates = torch.tensor(num_updates(optimizer), device=device)
+    dist.all_reduce(updates, dist.ReduceOp.MAX)
+    number = int(updates)
+    if not number:
+        return [None] * num_layers, 0
+    correction = (1 - betas[1] ** number) / (1 - betas[0] ** number) ** 2
+    return [signal / noise * correction if noise > 0 else None for signal, noise in sums.tolist()], number
+
+
+def num_updates(optimizer: Any) -> int:
+    """Updates that the moments of this rank have: fewer than steps after `--no-load-optim` and skipped steps."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        groups = getattr(part.optimizer, "param_groups", ())
+        states = [*groups, *getattr(part.optimizer, "state", {}).values()]  # torch's own Adam counts for each weight
+        if found := [int(state["step"]) for state in states if "step" in state]:
+            return max(found)
+    return 0
 
 
 def moment_sums(state: Mapping[Tensor, Mapping[str, Tensor]], weight: Tensor) -> Tensor:

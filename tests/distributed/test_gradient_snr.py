@@ -19,7 +19,11 @@ def ratios(flags: str, world_size: int = 1) -> list[float]:
     def compute() -> list[float]:
         run = build_run(config)
         train(run, NUM_STEPS)
-        return list(layer_snr(run, NUM_STEPS).values())
+        found, num_updates = gradient_snr(
+            run.training_state.optimizer, run.training_state.chunks, run.config.model.num_layers, (0.9, 0.95)
+        )
+        assert num_updates == NUM_STEPS
+        return found
 
     first, *others = run_ranks(world_size, compute)
     assert all(other == first for other in others)
@@ -44,9 +48,8 @@ def test_it_is_the_ratio_of_unbiased_moments() -> None:
             expected.append(signal / noise)
         betas = run.config.optimizer.adam_beta1, run.config.optimizer.adam_beta2
         assert betas == (0.9, 0.95)
-        return gradient_snr(
-            run.training_state.optimizer, run.training_state.chunks, len(expected), betas, NUM_STEPS
-        ), expected
+        found, _ = gradient_snr(run.training_state.optimizer, run.training_state.chunks, len(expected), betas)
+        return found, expected
 
     ((found, expected),) = run_ranks(1, compute)
     assert found == pytest.approx(expected, rel=1e-5)
@@ -64,9 +67,23 @@ def test_layouts_have_the_same_ratio(layout: str) -> None:
 def test_there_is_none_without_moments() -> None:
     def compute() -> list[float | None]:
         run = build_run(small_config("llama", "--bf16"))
-        return gradient_snr(run.training_state.optimizer, run.training_state.chunks, 2, (0.9, 0.95), 1)
+        return gradient_snr(run.training_state.optimizer, run.training_state.chunks, 2, (0.9, 0.95))
 
-    assert run_ranks(1, compute) == [[None, None]]
+    assert run_ranks(1, compute) == [([None, None], 0)]
+
+
+def test_moments_of_few_updates_say_nothing() -> None:
+    """The number of updates counts, not that of steps: a run may start with new moments at any step."""
+
+    def compute() -> tuple[int, int]:
+        run = build_run(small_config("llama", "--bf16"))
+        train(run, 19)
+        before = len(layer_snr(run))
+        train(run, 1)
+        return before, len(layer_snr(run))
+
+    ((before, after),) = run_ranks(1, compute)
+    assert before == 0 and after == 2
 
 
 def test_a_ratio_that_rises_again_is_found() -> None:

@@ -19,7 +19,7 @@ from benchmarks.layer_faults import Fault
 from megafp8.analysis.runs import load_run
 from megafp8.checkpoint.metadata import extension_states, load_common_state
 from megafp8.checkpoint.progress import SMOOTHED, Progress
-from megafp8.metrics.layer_statistics import GROWTH, INPUT_STATISTICS, LIMITS
+from megafp8.metrics.layer_statistics import GRADIENT_SNR, GROWTH, INPUT_STATISTICS, LIMITS
 from megafp8.metrics.records import GuardRecord
 from megafp8.metrics.sinks.jsonl import current_records, read_records
 from megafp8.models.layer_runtime import emulated_linears_by_name
@@ -239,7 +239,8 @@ def test_statistics_are_recorded(flags: str, tmp_path: Path) -> None:
     records = guard_records(tmp_path / "straight")
     assert [record.step for record in records] == [2, 4, 6]
     assert guard_records(tmp_path / "resumed") == records
-    assert all(set(record.statistics) == set(LIMITS) for record in records)
+    # The moments have too few updates yet.
+    assert all(set(record.statistics) == set(LIMITS) - {GRADIENT_SNR} for record in records)
     for statistic, values in records[0].statistics.items():
         ends = [f".linear_{kind}.input" for kind in ("qkv", "proj", "fc1", "fc2")]
         ends = ends if statistic in INPUT_STATISTICS else [""]

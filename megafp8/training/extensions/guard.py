@@ -57,6 +57,7 @@ from megafp8.training.step import StepResult
 
 EVENT = "guard"
 LARGEST_REMEMBERED = 3e38  # files hold no infinity
+SETTLED_UPDATES = 2.0  # in lengths 1 / (1 - beta1) of Adam's first moment: the ratio of noise is then 1.3 times its last
 Key = tuple[str, str]
 """A statistic and the layer or linear that it is of."""
 Trends = Mapping[Key, tuple[float, ...]]
@@ -102,7 +103,7 @@ class LayerGuard(Extension):
     def after_step(self, state: LoopState, result: StepResult) -> None:
         if self.statistics is None or not self.is_collecting:
             return
-        values = self.statistics.take() | layer_snr(state.run, state.step)
+        values = self.statistics.take() | layer_snr(state.run)
         state.sinks.write(GuardRecord(step=state.step, statistics=recorded(values)))
         if result.bad_step is not None:  # a step that is skipped moves nothing
             return
@@ -166,12 +167,18 @@ def updated_trends(values: Mapping[Key, float], trends: Trends) -> Trends:
     return {**trends, **found}
 
 
-def layer_snr(run: Run, num_updates: int) -> dict[Key, float]:
-    """The signal-to-noise ratio of the gradients of each layer, after an update; all ranks call it."""
+def layer_snr(run: Run) -> dict[Key, float]:
+    """The signal-to-noise ratio of the gradients of each layer, after an update; all ranks call it.
+
+    Empty before the moments have `SETTLED_UPDATES` updates: of few gradients the ratio is near 1, and a run that starts
+    with new moments (`--no-load-optim`) would seem to have a rising one.
+    """
     optimizer, num_layers = run.config.optimizer, run.config.model.num_layers
     assert num_layers is not None
     betas = optimizer.adam_beta1, optimizer.adam_beta2
-    found = gradient_snr(run.training_state.optimizer, run.training_state.chunks, num_layers, betas, num_updates)
+    found, num_updates = gradient_snr(run.training_state.optimizer, run.training_state.chunks, num_layers, betas)
+    if num_updates < round(SETTLED_UPDATES / (1 - betas[0])):
+        return {}
     return {(GRADIENT_SNR, f"layers.{layer}"): value for layer, value in enumerate(found) if value is not None}
 
 
