@@ -25,13 +25,16 @@ import numpy as np
 from megafp8.analysis.pairing import is_control
 from megafp8.analysis.runs import LoadedRun, load_run
 from megafp8.analysis.seed_statistics import CONFIDENCE, Interval, mean_interval
-from megafp8.config.variants import BASELINE, FORKS
+from megafp8.config.variants import BASELINE, EMULATED_FORM, FORKS
 from megafp8.errors import DataError
 from megafp8.metrics.records import VALID, VALID_HIGH_PRECISION
+from megafp8.recipes.known_bad import KNOWN_BAD
 from megafp8.resilience.run_state import finished_state
 
 FOLDER_NAME = re.compile(r"seed(-?\d+)-step(\d+)")
 COSTS, GAINS, NO_DIFFERENCE, DIVERGED, NOISE = "costs", "gains", "not distinguishable", "diverged", "noise floor"
+BLIND = "blind"
+"""In place of a verdict where none of the known-bad controls was found."""
 GROWING, FALLING, SATURATING, UNKNOWN = "growing", "falling", "saturating", "course not decided"
 SATURATED_FRACTION = 0.25
 """A cost saturates if less than this part of it came in the second half of the steps, with all of the interval."""
@@ -116,6 +119,7 @@ class ForkReport:
         info: a fork of the baseline, for the conditions.
         length: steps of a fork.
         points: that the baseline has.
+        controls: costs of the known-bad controls against their good forms; empty if there are none.
         unfinished: names of forks without a result.
     """
 
@@ -123,7 +127,22 @@ class ForkReport:
     length: int
     points: tuple[ForkPoint, ...]
     costs: tuple[ForkCost, ...]
+    controls: tuple[ForkCost, ...]
     unfinished: tuple[str, ...]
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether there are known-bad controls, and none of them was found."""
+        return bool(self.controls) and not any(is_found(control) for control in self.controls)
+
+    def verdict_on(self, cost: ForkCost) -> str:
+        """The verdict on a recipe."""
+        return BLIND if self.is_blind and cost.verdict in (COSTS, GAINS, NO_DIFFERENCE) else cost.verdict
+
+
+def is_found(control: ForkCost) -> bool:
+    """Whether a known-bad control is worse than its good form."""
+    return control.verdict in (COSTS, DIVERGED)
 
 
 def read_forks(folder: Path) -> ForkReport:
@@ -144,12 +163,23 @@ def read_forks(folder: Path) -> ForkReport:
     base = forks.pop(BASELINE, None)
     if not base:
         raise DataError(f"{folder / FORKS / BASELINE} has no finished fork, with which others could be compared")
-    costs = [cost for name, runs in forks.items() if (cost := cost_of(name, base, runs, full_gap(folder, name)))]
+    controls = [
+        cost
+        for name, (good, _) in KNOWN_BAD.items()
+        if (cost := cost_of(name, forks.get(f"{good}{EMULATED_FORM}", {}), forks.get(name, {})))
+    ]
+    of_controls = {*KNOWN_BAD, *(f"{good}{EMULATED_FORM}" for good, _ in KNOWN_BAD.values())} if controls else set()
+    costs = [
+        cost
+        for name, runs in forks.items()
+        if name not in of_controls and (cost := cost_of(name, base, runs, full_gap(folder, name)))
+    ]
     first = next(iter(base.values()))
     length = first.steps[-1].step - next(iter(base)).step
     return ForkReport(
-        info=first, length=length, points=tuple(sorted(base)), costs=tuple(costs), unfinished=tuple(unfinished)
-    )
+        info=first, length=length, points=tuple(sorted(base)), costs=tuple(costs),
+        controls=tuple(controls), unfinished=tuple(unfinished),
+    )  # fmt: skip
 
 
 def cost_of(

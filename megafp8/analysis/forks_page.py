@@ -6,16 +6,17 @@ import csv
 import dataclasses
 import io
 from pathlib import Path
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from megafp8.analysis.comparison_page import facts, run_warnings
-from megafp8.analysis.forks import COSTS, DIVERGED, GAINS, NOISE, ForkCost, ForkReport, read_forks
+from megafp8.analysis.forks import COSTS, DIVERGED, GAINS, NOISE, ForkCost, ForkReport, is_found, read_forks
 from megafp8.analysis.html import PageSection, page_figure, render, standalone_svg, to_svg, write_files
 from megafp8.analysis.percent import signed, signed_interval
 from megafp8.analysis.plot_comparison import UPRIGHT_GAP_LABEL, WIDTH_INCHES, add_legend, color_of
 from megafp8.analysis.plotting import INK, PAGE_STYLE, new_figure, plot_style
 from megafp8.analysis.tables import Table
 from megafp8.config.variants import BASELINE
+from megafp8.recipes.known_bad import KNOWN_BAD
 from megafp8.utils.formatting import escaped_markdown_table
 from megafp8.utils.strict_json import to_strict_json
 
@@ -27,6 +28,11 @@ CLASSES = {COSTS: "beyond", DIVERGED: "beyond", GAINS: "within"}
 MEANING = (
     "From checkpoints of runs in BF16 each recipe and BF16 train the same batches. The cost is the difference of their "
     "validation losses some steps later: that of switching, at this phase of the learning rate, not of a whole run."
+)
+
+CONTROLS = (
+    "Settings that are known to be worse, each against its good form, emulated. Where none is found, the comparison is "
+    "blind: that a recipe is not found to cost anything says nothing."
 )
 
 
@@ -46,7 +52,15 @@ def publish_forks(folder: Path) -> tuple[ForkReport, list[Path]]:
 
 def sentences(report: ForkReport) -> list[str]:
     """The verdicts in words."""
-    return [sentence(cost, report.length) for cost in report.costs]
+    if report.is_blind:
+        names = ", ".join(control.name for control in report.controls)
+        return [
+            f"Blind: of {names}, which are known to be worse, none was found. There is no verdict: give more --seeds, "
+            "or longer forks."
+        ]
+    found = [control.name for control in report.controls if is_found(control)]
+    count = f"{len(found)} of {len(report.controls)} known-bad controls found: {', '.join(found)}."
+    return [*(sentence(cost, report.length) for cost in report.costs), *([count] if report.controls else [])]
 
 
 def sentence(cost: ForkCost, length: int) -> str:
@@ -80,7 +94,7 @@ def table_of(report: ForkReport) -> Table:
         "Cost of switching",
         {
             "recipe": [cost.name for cost in costs],
-            "verdict": [cost.verdict for cost in costs],
+            "verdict": [report.verdict_on(cost) for cost in costs],
             f"cost after {report.length} steps": [signed(cost.cost.mean) for cost in costs],
             "95% interval": [signed_interval(cost.cost) for cost in costs],
             "course": [cost.course for cost in costs],
@@ -90,6 +104,22 @@ def table_of(report: ForkReport) -> Table:
             "trunks": [str(len(cost.by_trunk)) for cost in costs],
             "forks": [str(cost.num_forks) for cost in costs],
             "whole runs": [signed_interval(cost.full) for cost in costs],
+        },
+    )
+
+
+def control_table(report: ForkReport) -> Table:
+    """A line for each known-bad control against its good form."""
+    controls = report.controls
+    return Table.of_columns(
+        "Known-bad controls",
+        {
+            "recipe": [control.name for control in controls],
+            "verdict": ["worse" if is_found(control) else "not found" for control in controls],
+            "good form": [KNOWN_BAD[control.name][0] for control in controls],
+            f"cost after {report.length} steps": [signed(control.cost.mean) for control in controls],
+            "95% interval": [signed_interval(control.cost) for control in controls],
+            "forks": [str(control.num_forks) for control in controls],
         },
     )
 
@@ -115,36 +145,50 @@ def render_page(report: ForkReport) -> str:
     colors = colors_of(report)
     verdicts = PageSection(
         name="verdicts", text=MEANING, table=table_of(report), colors=[colors[cost.name] for cost in report.costs],
-        classes=[CLASSES.get(cost.verdict, "not-decided") for cost in report.costs], warnings=warnings(report),
+        classes=[CLASSES.get(report.verdict_on(cost), "not-decided") for cost in report.costs],
+        warnings=warnings(report),
     )  # fmt: skip
     caption = "Means over trunks; bands are 95% intervals. Dashed: the validation in BF16 arithmetic."
     course = PageSection(title="Course", figures=[page_figure("Cost after the fork", plot_costs(report), caption)])
+    sections = [verdicts, course, *([controls_section(report)] if report.controls else [])]
     return render(
         "page.html.jinja", title=TITLE, headline=" ".join(sentences(report)), conditions=conditions(report),
-        warnings=(), sections=[verdicts, course], facts=facts(report.info),
+        warnings=(), sections=sections, facts=facts(report.info),
+    )  # fmt: skip
+
+
+def controls_section(report: ForkReport) -> PageSection:
+    """The part of the page about known-bad controls."""
+    return PageSection(
+        title="Known-bad controls", text=CONTROLS, table=control_table(report),
+        classes=["within" if is_found(control) else "not-decided" for control in report.controls],
     )  # fmt: skip
 
 
 def to_text(report: ForkReport) -> str:
     """For a terminal."""
-    return "\n".join([table_of(report).to_text(), "", *sentences(report), *warnings(report)])
+    controls = [control_table(report).to_text(), ""] if report.controls else []
+    return "\n".join([table_of(report).to_text(), "", *controls, *sentences(report), *warnings(report)])
 
 
 def to_markdown(report: ForkReport) -> str:
     """The same as a file."""
-    table = table_of(report)
     lines = [f"# {TITLE}", MEANING, " ".join(sentences(report)), conditions(report)]
-    return "\n\n".join([*lines, escaped_markdown_table(table.header, table.rows), *warnings(report)]) + "\n"
+    tables = [table_of(report), *([control_table(report)] if report.controls else [])]
+    texts = [escaped_markdown_table(table.header, table.rows) for table in tables]
+    return "\n\n".join([*lines, *texts, *warnings(report)]) + "\n"
 
 
 def to_json(report: ForkReport) -> str:
     """All numbers."""
+
+    def plain(cost: ForkCost) -> dict[str, Any]:
+        return dataclasses.asdict(cost) | {"verdict": report.verdict_on(cost), "course": cost.course}
+
     return to_strict_json({
-        "length": report.length,
+        "length": report.length, "is_blind": report.is_blind,
         "points": [dataclasses.asdict(point) for point in report.points],
-        "costs": [
-            dataclasses.asdict(cost) | {"verdict": cost.verdict, "course": cost.course} for cost in report.costs
-        ],
+        "costs": list(map(plain, report.costs)), "controls": list(map(plain, report.controls)),
         "unfinished": report.unfinished,
     })  # fmt: skip
 

@@ -75,6 +75,8 @@ def build_parser() -> argparse.ArgumentParser:
         argument("--forks", "compare forks of BF16 runs, from these of their steps: 200,400 (default: a quarter, half "
                  "and three quarters of --train-iters)", nargs="?", const="", metavar="STEPS"),
         int_flag("--fork-length", "steps of a fork (default %(default)s)", default=200),
+        switch("--controls", "with --forks: also settings that are known to be worse, each against its good form, all "
+               "emulated; if none is found, there is no verdict"),
         int_flag("--runs-per-gpu", "runs that share a GPU (default %(default)s)", default=1),
         float_flag("--bound", "accepted increase of the validation loss over the baseline (default %(default)g)",
                    default=0.5, metavar="PERCENT"),
@@ -155,6 +157,7 @@ def shared_settings(options: argparse.Namespace) -> tuple[RunConfig, tuple[Rule,
     }  # fmt: skip
     shared, problems = variants.parse_shared_flags(options.flags, str(options.output_dir))
     problems += [f"{flag} {value} must be at least 1" for flag, value in counts.items() if value < 1]
+    problems += ["--controls is for --forks: give both"] if options.controls and options.forks is None else []
     problems += [] if 0 <= options.bound < 100 else [f"--bound {options.bound} must be from 0 to below 100 percent"]
     checked = rules.ALL_RULES
     if built_in_data.is_built_in(shared.data, options.output_dir):  # they are written after the checks

@@ -14,11 +14,14 @@ from megafp8.config.settings import with_values
 from megafp8.errors import ConfigError
 from megafp8.recipes import registry
 from megafp8.recipes.base import FP8_FORMATS
+from megafp8.recipes.known_bad import KNOWN_BAD
 from megafp8.utils.suggestions import did_you_mean
 
 BASELINE, CONTROL = "bf16", "bf16-control"
 FORKS, TRUNKS = "forks", "trunks"
 """Folders of a comparison by forks (`launch/forks.py`)."""
+EMULATED_FORM = "-emulated"
+"""Behind the name of a recipe, the good form of a known-bad control, which is emulated on every machine."""
 
 # Runs that differ in these settings only train alike, up to the order of summation.
 NEUTRAL_SETTINGS = ("checkpoint.", "logging.", "training.num_threads", "data.num_workers", "data.data_cache_path")
@@ -40,6 +43,15 @@ class Variant:
 def names() -> tuple[str, ...]:
     """The names that `build_variant` accepts, without those that have a format."""
     return (BASELINE, CONTROL, *recipe_names())
+
+
+def control_variants(shared: RunConfig, world_size: int) -> list[Variant]:
+    """The known-bad controls and their good forms, all emulated."""
+    emulated = ("--transformer-impl", "emulated")
+    good = [build_variant(name, shared, world_size) for name in dict.fromkeys(good for good, _ in KNOWN_BAD.values())]
+    found = [Variant(name=f"{each.name}{EMULATED_FORM}", flags=(*each.flags, *emulated)) for each in good]
+    bad = [Variant(name=name, flags=("--bf16", *flags.split(), *emulated)) for name, (_, flags) in KNOWN_BAD.items()]
+    return found + bad
 
 
 def recipe_names() -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from megafp8.config import flags, iterations, rules
 from megafp8.config.rules.base import Rule
 from megafp8.config.schema import RunConfig
-from megafp8.config.variants import BASELINE, CONTROL, FORKS, TRUNKS, Variant, build_variant
+from megafp8.config.variants import BASELINE, CONTROL, FORKS, TRUNKS, Variant, build_variant, control_variants
 from megafp8.errors import ConfigError
 from megafp8.launch.compared_runs import run_problems
 from megafp8.launch.process_pool import PooledRun, RunOutcome, training_command
@@ -91,6 +91,7 @@ def plan_forks(
     """
     steps, ranks, length = fork_steps(options, shared), options.nproc_per_node, options.fork_length
     variants = compared_variants(chosen, shared, ranks)
+    variants += control_variants(shared, ranks) if options.controls else []
     total, folder = iterations.train_iters(shared, ranks), options.output_dir
     schedule = () if shared.optimizer.lr_decay_iters is not None else ("--lr-decay-iters", str(total))
     # They are trained first.

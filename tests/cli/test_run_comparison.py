@@ -191,6 +191,19 @@ def test_forks_that_do_not_fit_are_refused(compare, tmp_path: Path, words: tuple
     assert status == ConfigError.exit_status and problem in err
 
 
+def test_controls_are_forks_with_their_good_forms(compare, tmp_path: Path) -> None:
+    status, _, err = compare(tmp_path, "--controls", flags=FORKED)
+    assert status == ConfigError.exit_status and "--controls is for --forks" in err
+    words = ("--forks", "4", "--fork-length", "4", "--controls", "--dry-run", "--verbose", "--recipes", "bf16")
+    status, out, err = compare(tmp_path, *words, flags=[*FORKED, "--ffn-hidden-size", "96"])
+    assert status == 0 and "1 trunks of 4 steps and 9 forks of 4" in err, err
+    names = [line.partition("/")[0] for line in out.splitlines()[1:]]
+    assert names == [
+        "bf16", "bf16-control", "mxfp8-emulated", "tensorwise-emulated", "nvfp4-emulated", "mxfp8-floor",
+        "e5m2-forward", "nvfp4-plain", "tensorwise-margin-3",
+    ]  # fmt: skip
+
+
 def test_trunks_save_their_complete_state(compare, tmp_path: Path) -> None:
     status, _, err = compare(tmp_path, "--forks", "2", "--fork-length", "4")
     assert status == ConfigError.exit_status and "remove --no-save-optim" in err

@@ -57,7 +57,9 @@ from megafp8.training.step import StepResult
 
 EVENT = "guard"
 LARGEST_REMEMBERED = 3e38  # files hold no infinity
-SETTLED_UPDATES = 2.0  # in lengths 1 / (1 - beta1) of Adam's first moment: the ratio of noise is then 1.3 times its last
+SETTLED_UPDATES = (
+    2.0  # in lengths 1 / (1 - beta1) of Adam's first moment: the ratio of noise is then 1.3 times its last
+)
 Key = tuple[str, str]
 """A statistic and the layer or linear that it is of."""
 Trends = Mapping[Key, tuple[float, ...]]

@@ -115,6 +115,25 @@ def test_the_page_says_what_was_found(write_run: Callable[..., Path]) -> None:
     assert len(written[3].read_text().splitlines()) == 1 + 2 * 4
 
 
+@pytest.mark.parametrize("is_found", [True, False])
+def test_a_comparison_that_finds_no_control_is_blind(write_run: Callable[..., Path], is_found: bool) -> None:
+    """A control is compared with its good form, not with BF16."""
+    costs = {
+        "tensorwise": lambda seed, *_: 0.01 + 1e-4 * seed,
+        "mxfp8-emulated": lambda seed, *_: 0.05 + 1e-4 * seed,
+        "mxfp8-floor": lambda seed, *_: 0.05 + 1e-4 * seed + (0.002 + 1e-5 * seed if is_found else 1e-4 * (-1) ** seed),
+    }
+    report, written = forks_page.publish_forks(write_forks(write_run, costs))
+    ((recipe,), (control,)) = report.costs, report.controls
+    assert (recipe.name, control.name) == ("tensorwise", "mxfp8-floor") and report.is_blind != is_found
+    assert report.verdict_on(recipe) == (forks.COSTS if is_found else forks.BLIND)
+    text, page = forks_page.to_text(report), written[0].read_text()
+    expected = "1 of 1 known-bad controls found: mxfp8-floor." if is_found else "Blind: of mxfp8-floor, which are known"
+    assert expected in text and expected in page and ("Switching to tensorwise" in text) == is_found
+    assert "Known-bad controls" in page and ("worse" if is_found else "not found") in text
+    assert json.loads(written[2].read_text())["is_blind"] != is_found
+
+
 def test_whole_runs_that_disagree_are_named(write_run: Callable[..., Path]) -> None:
     folder = write_forks(write_run, {"mxfp8": lambda seed, *_: 0.01 + 1e-4 * seed})
     for seed in (1, 2, 3):
