@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from megafp8.config import flags as config_flags
 from megafp8.config import iterations, precision_map, settings, topology
+from megafp8.config.layer_backends import EMULATED
 from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import with_values
 from megafp8.errors import ConfigError
@@ -47,7 +48,7 @@ def names() -> tuple[str, ...]:
 
 def control_variants(shared: RunConfig, world_size: int) -> list[Variant]:
     """The known-bad controls and their good forms, all emulated."""
-    emulated = ("--transformer-impl", "emulated")
+    emulated = ("--transformer-impl", str(EMULATED))
     good = [build_variant(name, shared, world_size) for name in dict.fromkeys(good for good, _ in KNOWN_BAD.values())]
     found = [Variant(name=f"{each.name}{EMULATED_FORM}", flags=(*each.flags, *emulated)) for each in good]
     bad = [Variant(name=name, flags=("--bf16", *flags.split(), *emulated)) for name, (_, flags) in KNOWN_BAD.items()]
