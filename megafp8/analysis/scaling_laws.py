@@ -1,13 +1,15 @@
 """Cells and laws of a scaling study, and the shift of each recipe's law against the baseline's.
 
 A cell has the runs of one size, length and recipe. If it was trained with several settings (a sweep), the setting with
-the lowest mean loss represents it, among those with the most seeds.
+the lowest mean loss represents it, among those with the most seeds. Gaps take for each seed the setting that the other
+seeds chose (`selected_losses`).
 
 The law over compute is fitted to the cells on the frontier: those that no cheaper cell of the baseline beats.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -134,9 +136,52 @@ def options_of(group: Sequence[Point]) -> dict[str, str]:
     }  # fmt: skip
 
 
-def gap_rows(best: Sequence[CellRow], recipes: Sequence[str]) -> tuple[list[GapRow], list[SizeAgreement]]:
-    """Gaps to the baseline in each cell, independent of the laws; then over all cells where these agree."""
+def selected_losses(cells: Sequence[CellRow], best: CellRow) -> dict[int, float]:
+    """The losses of a recipe at one size and length by seed, each in the setting with the lowest mean of other seeds.
+
+    The lowest of several noisy means is low by chance, and lower with more settings, which would favour the recipe that
+    has more. A loss had no part in the choice of its own setting. With a single seed nothing else can choose: then it
+    is that of the best setting.
+    """
+    rivals = [
+        dict(zip(cell.seeds, cell.losses, strict=True))
+        for cell in cells
+        if (cell.recipe, cell.parameters, cell.tokens) == (best.recipe, best.parameters, best.tokens)
+        and set(cell.seeds) == set(best.seeds)
+    ]
+    if len(best.seeds) == 1:
+        return dict(zip(best.seeds, best.losses, strict=True))
+
+    def loss_of(seed: int) -> float:
+        def mean_of_others(losses: Mapping[int, float]) -> float:
+            return float(np.mean([loss for other, loss in losses.items() if other != seed]))
+
+        return min(rivals, key=mean_of_others)[seed]
+
+    return {seed: loss_of(seed) for seed in best.seeds}
+
+
+def selection_note(cells: Sequence[CellRow], recipes: Sequence[str]) -> list[str]:
+    """A note on recipes with more settings than the baseline and a single seed; empty without any."""
+    counts = Counter((cell.recipe, cell.parameters, cell.tokens) for cell in cells)
+    found = {
+        cell.recipe
+        for cell in cells
+        if len(cell.seeds) == 1
+        and counts[cell.recipe, cell.parameters, cell.tokens] > counts[recipes[0], cell.parameters, cell.tokens] > 0
+    }
+    if not found:
+        return []
+    return [
+        f"{', '.join(sorted(found))}: the best of more settings than those of {recipes[0]}, with one seed; the gap "
+        "favours it"
+    ]
+
+
+def gap_rows(cells: Sequence[CellRow], recipes: Sequence[str]) -> tuple[list[GapRow], list[SizeAgreement]]:
+    """Gaps to the baseline at each size and length, independent of the laws; then over all where these agree."""
     rows, agreements = [], []
+    best = [cell for cell in cells if cell.is_best]
     bases = {(cell.parameters, cell.tokens): cell for cell in best if cell.recipe == recipes[0]}
     for recipe in recipes[1:]:
         all_gaps: list[np.ndarray] = []
@@ -144,8 +189,7 @@ def gap_rows(best: Sequence[CellRow], recipes: Sequence[str]) -> tuple[list[GapR
             base = bases.get((cell.parameters, cell.tokens))
             if cell.recipe != recipe or base is None:
                 continue
-            base_losses = dict(zip(base.seeds, base.losses, strict=True))
-            losses = dict(zip(cell.seeds, cell.losses, strict=True))
+            base_losses, losses = selected_losses(cells, base), selected_losses(cells, cell)
             gaps = np.array([loss / base_losses[seed] - 1 for seed, loss in losses.items() if seed in base_losses])
             if len(gaps):
                 all_gaps.append(gaps)

@@ -90,11 +90,11 @@ def analyse(study: StudyPoints, *, baseline: Optional[str] = None) -> ScalingRep
     recipes.sort(key=lambda recipe: recipe != baseline)
     cells = scaling_laws.cell_rows(study.points)
     best = [cell for cell in cells if cell.is_best]
-    notes = scaling_laws.skipped_cells_note(cells)
+    notes = scaling_laws.skipped_cells_note(cells) + scaling_laws.selection_note(cells, recipes)
     # A sweep is for settings, which the ranking has all.
     laws = () if sweeps.axes_of(cells) else (COMPUTE, PARAMETERS, BOTH)
     axes = [scaling_laws.fit_axis(name, best, recipes, notes) for name in laws]
-    gaps, agreements = scaling_laws.gap_rows(best, recipes)
+    gaps, agreements = scaling_laws.gap_rows(cells, recipes)
     replicates = max((len(axis.fits.left_out) for axis in axes if axis is not None), default=0)
     return ScalingReport(
         name=study.name, baseline=baseline, recipes=tuple(recipes), num_runs=len(study.points),

@@ -168,6 +168,27 @@ def test_without_a_test_that_agrees_nothing_is_pooled(sizes) -> None:
     assert "not pooled" in headline(report) and "+8.0" in headline(report)
 
 
+def test_more_settings_give_no_better_gap() -> None:
+    """All losses are noise of one distribution: the best of eight means alone would be 1.4 deviations lower."""
+    draws, found = np.random.default_rng(5), []
+    for _ in range(200):
+        study = StudyPoints(name="settings", points=tuple(
+            point(10**5, recipe=recipe, seed=seed, loss=3.0 + draws.normal(scale=0.01), settings=f"lr{number}")
+            for recipe, settings in (("bf16", 1), ("fp8", 8)) for number in range(settings) for seed in range(3)
+        ))  # fmt: skip
+        report = analyse(study)
+        found.append(report.gaps[0].gap.value)
+        best = min(cell.mean for cell in report.cells if cell.recipe == "fp8")
+        assert best == next(cell.mean for cell in report.cells if cell.recipe == "fp8" and cell.is_best)
+    error = np.std(found) / len(found) ** 0.5
+    assert abs(np.mean(found)) < 3 * error and error < 3e-4
+    one_seed = StudyPoints(name="settings", points=tuple(
+        point(10**5, recipe=recipe, loss=3.0 + 0.01 * number, settings=f"lr{number}")
+        for recipe, settings in (("bf16", 1), ("fp8", 2)) for number in range(settings)
+    ))  # fmt: skip
+    assert any("the gap favours it" in note for note in analyse(one_seed).notes)
+
+
 def test_a_size_of_one_pair_is_left_out_of_the_pool_and_named() -> None:
     (pooled,), agreement = agreement_of(TIGHT, TIGHT[::-1], [0.08])
     assert agreement.may_pool and (agreement.num_sizes, agreement.num_tested, pooled.num_pairs) == (3, 2, 10)
