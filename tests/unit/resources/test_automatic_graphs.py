@@ -20,7 +20,13 @@ DOCUMENTS = "--reset-attention-mask --eod-mask-loss"
 FSDP2 = "--use-torch-fsdp2 --no-gradient-accumulation-fusion"
 
 
-@pytest.mark.parametrize("extra", [STAGES, "--recompute-activations", "--attention-dropout 0.1", DOCUMENTS])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        STAGES, "--recompute-activations", "--attention-dropout 0.1", DOCUMENTS,
+        f"--context-parallel-size 2 {DOCUMENTS}", f"--context-parallel-size 2 --cp-comm-type a2a {DOCUMENTS}",
+    ],
+)  # fmt: skip
 def test_graphs_that_ran_on_two_gpus_are_chosen(extra: str) -> None:
     assert chosen(f"{DELAYED} {extra}", world_size=2)["--cuda-graph-impl"] == "local"
 
@@ -79,10 +85,6 @@ def test_a_mixture_is_a_graph_where_its_experts_run_in_one_launch_and_memory_is_
         (
             "--context-parallel-size 2 --cp-comm-type a2a",
             "--context-parallel-size 2 with --cp-comm-type a2a: its graph has not been tested",
-        ),
-        (
-            f"--context-parallel-size 2 {DOCUMENTS}",
-            "--context-parallel-size 2 with --reset-attention-mask: its graph has not been tested",
         ),
         (
             f"--transformer-impl emulated {DOCUMENTS}",
