@@ -98,9 +98,14 @@ def compared(steps: Steps, recipe: str) -> Iterator[tuple[str, list[float]]]:
 
 
 def slow_rounds(mine: list[float], base: list[float]) -> int:
-    """Rounds in which it is slower, or -1 if it is not in one of them."""
-    slow = [theirs / ours < LIMIT for ours, theirs in zip(mine, base, strict=False)]
-    return len(slow) if all(slow) else -1
+    """Rounds in which it is slower, or -1 if it is not in one of them.
+
+    One of both may have more rounds, for the sake of others: compared are the first ones, and the last ones.
+    """
+    rounds = min(len(mine), len(base))
+    both = zip(*([times[0], *times[len(times) - rounds + 1 :]] for times in (mine, base)), strict=True)
+    slow = [theirs / ours < LIMIT for ours, theirs in both]
+    return rounds if all(slow) else -1
 
 
 def missing(block: Block, steps: Steps) -> list[str]:
@@ -118,7 +123,7 @@ def missing(block: Block, steps: Steps) -> list[str]:
 def measure(block: Block, recipes: Sequence[str], options: argparse.Namespace) -> None:
     """Measure some recipes of a block, whose rows are appended to the file one by one."""
     counts = ("--warm-up", str(options.warm_up), "--steps", str(options.steps))
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_layouts.py"), "--shape", block.shape]
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_layouts.py"), "--shape", block.shape, "--append"]
     modes = [block.mode(recipe) for recipe in recipes]
     subprocess.run(
         [*command, "--layouts", block.layout, *counts, "--json", options.json.resolve(), "--modes", *modes], cwd=ROOT

@@ -344,6 +344,7 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser.add_argument("--skewed", action="store_true", help="a quarter of the tokens has experts of the first half")
     parser.add_argument("--document-tokens", type=int, help="mean length of documents, whose lengths are log-normal")
     parser.add_argument("--json", type=Path, help="write a line for each measurement to this file")
+    parser.add_argument("--append", action="store_true", help="keep the lines that it has")
     options = parser.parse_args(argv)
     options.layouts = options.layouts or fitting(options.gpus, options.shape)
     for mode in options.modes:
@@ -360,6 +361,8 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
 def peer_problem(options: argparse.Namespace) -> Optional[str]:
     """What the peer cannot do, and the fix."""
     tasks = [Task(name, mode) for name in options.layouts for mode in options.modes]
+    if options.document_tokens and any(task.software == PEER for task in tasks):
+        return "--document-tokens is for megafp8's modes: the peer's sequences have no documents"
     for task in (task for task in tasks if task.software == PEER):
         from benchmarks import megatron_loop
 
@@ -378,7 +381,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     with contextlib.suppress(ImportError):  # without Transformer Engine
         gpu_steps.import_everything()
     options.method = gpu_steps.start_method() if torch.cuda.is_available() else "fork"
-    if options.json:
+    if options.json and not options.append:
         options.json.unlink(missing_ok=True)
     rows, failures = measure_all(options)
     device = rows[0].device if rows else "nothing measured"

@@ -19,6 +19,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(sysconfig.get_path("purelib")))
     options = parser.parse_args()
     lengths = []
+    options.output.parent.mkdir(parents=True, exist_ok=True)
     with options.output.open("w", encoding="utf-8") as lines:
         for folder in sorted({path.parent for path in options.folder.rglob("*.py")}):
             texts = (path.read_text(encoding="utf-8", errors="ignore") for path in sorted(folder.glob("*.py")))
@@ -26,6 +27,8 @@ def main() -> None:
             if len(text.encode()) >= options.min_bytes:
                 lengths.append(len(text.encode()))
                 lines.write(json.dumps({"text": text}) + "\n")
+    if not lengths:
+        parser.error(f"{options.folder} has no folder with {options.min_bytes} bytes of Python sources")
     print(
         f"{len(lengths)} documents, {sum(lengths) / 1e6:.1f} MB, {sum(lengths) / len(lengths) / 1e3:.0f} kB on average"
     )

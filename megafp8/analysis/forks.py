@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
@@ -29,7 +29,7 @@ from megafp8.config.variants import BASELINE, EMULATED_FORM, FORKS
 from megafp8.errors import DataError
 from megafp8.metrics.records import VALID, VALID_HIGH_PRECISION
 from megafp8.recipes.known_bad import KNOWN_BAD
-from megafp8.resilience.run_state import finished_state
+from megafp8.resilience.run_state import finished_state, has_diverged
 
 FOLDER_NAME = re.compile(r"seed(-?\d+)-step(\d+)")
 COSTS, GAINS, NO_DIFFERENCE, DIVERGED, NOISE = "costs", "gains", "not distinguishable", "diverged", "noise floor"
@@ -90,9 +90,10 @@ class ForkCost:
     @property
     def course(self) -> str:
         """Whether the cost still changes in the second half of the steps; empty where there is none."""
-        low, high = self.growth.low, self.growth.high
-        if self.verdict not in (COSTS, GAINS) or low is None or high is None:
+        if self.verdict not in (COSTS, GAINS) or self.growth.low is None or self.growth.high is None:
             return ""
+        # Of a gain, which is below zero, the growth is, too.
+        low, high = sorted(math.copysign(1, self.cost.mean) * end for end in (self.growth.low, self.growth.high))
         if max(abs(low), abs(high)) < SATURATED_FRACTION * abs(self.cost.mean):
             return SATURATING
         return GROWING if low > 0 else FALLING if high < 0 else UNKNOWN
@@ -152,51 +153,64 @@ def read_forks(folder: Path) -> ForkReport:
         DataError: there are no finished forks of the baseline, or no validations.
     """
     forks: dict[str, dict[ForkPoint, LoadedRun]] = {}
-    unfinished = []
+    unfinished, diverged = list[str](), dict[str, set[ForkPoint]]()
     for path in sorted((folder / FORKS).glob("*/seed*-step*")):
         if (match := FOLDER_NAME.fullmatch(path.name)) is None:
             continue
-        if finished_state(path) is None:
-            unfinished.append(f"{path.parent.name}/{path.name}")
-            continue
-        forks.setdefault(path.parent.name, {})[ForkPoint(int(match[1]), int(match[2]))] = load_run(path)
+        name, point = path.parent.name, ForkPoint(int(match[1]), int(match[2]))
+        if has_diverged(path):
+            diverged.setdefault(name, set()).add(point)
+        elif finished_state(path) is None:
+            unfinished.append(f"{name}/{path.name}")
+        else:
+            forks.setdefault(name, {})[point] = load_run(path)
     base = forks.pop(BASELINE, None)
     if not base:
         raise DataError(f"{folder / FORKS / BASELINE} has no finished fork, with which others could be compared")
     controls = [
         cost
         for name, (good, _) in KNOWN_BAD.items()
-        if (cost := cost_of(name, forks.get(f"{good}{EMULATED_FORM}", {}), forks.get(name, {})))
+        if (cost := cost_of(name, forks.get(f"{good}{EMULATED_FORM}", {}), forks.get(name, {}), diverged.get(name, ())))
     ]
     of_controls = {*KNOWN_BAD, *(f"{good}{EMULATED_FORM}" for good, _ in KNOWN_BAD.values())} if controls else set()
     costs = [
         cost
-        for name, runs in forks.items()
-        if name not in of_controls and (cost := cost_of(name, base, runs, full_gap(folder, name)))
+        for name in dict.fromkeys([*forks, *diverged])
+        if name not in {BASELINE, *of_controls}
+        and (cost := cost_of(name, base, forks.get(name, {}), diverged.get(name, ()), full_gap(folder, name)))
     ]
-    first = next(iter(base.values()))
-    length = first.steps[-1].step - next(iter(base)).step
+    point, last = max(base.items(), key=lambda item: item[1].steps[-1].step)
+    length = last.steps[-1].step - point.step
     return ForkReport(
-        info=first, length=length, points=tuple(sorted(base)), costs=tuple(costs),
+        info=last, length=length, points=tuple(sorted(base)), costs=tuple(costs),
         controls=tuple(controls), unfinished=tuple(unfinished),
     )  # fmt: skip
 
 
 def cost_of(
-    name: str, base: Mapping[ForkPoint, LoadedRun], runs: Mapping[ForkPoint, LoadedRun], full: Optional[Interval] = None
-) -> Optional[ForkCost]:
-    """The cost of a recipe at the points that it and the baseline have; None without such a point."""
-    points = sorted(set(base) & set(runs))
+    name: str, base: Mapping[ForkPoint, LoadedRun], runs: Mapping[ForkPoint, LoadedRun],
+    diverged: Collection[ForkPoint] = (), full: Optional[Interval] = None,
+) -> Optional[ForkCost]:  # fmt: skip
+    """The cost of a recipe at the points that it and the baseline have; None without such a point.
+
+    Args:
+        diverged: points from which it diverged: an infinite cost.
+    """
+    points = sorted(set(base) & {*runs, *diverged})
     if not points:
         return None
-    own = {point: losses(runs[point], base[point], point, VALID) for point in points}
-    plain = {point: losses(runs[point], base[point], point, VALID_HIGH_PRECISION) for point in points}
+    none = {point: dict.fromkeys(losses(base[point], base[point], point, VALID), math.inf) for point in points}
+    own, plain = (
+        {point: losses(runs[point], base[point], point, split) if point in runs else none[point] for point in points}
+        for split in (VALID, VALID_HIGH_PRECISION)
+    )
     offsets = common_offsets(own.values())
     if not offsets:
         raise DataError(f"{name}: the forks have no common steps of validation")
     table = by_trunk(own, offsets)
-    has_plain = common_offsets(plain.values()) == offsets
-    growth = {seed: values[-1] - values[middle_of(offsets)] for seed, values in table.items()}
+    has_plain = bool(runs) and common_offsets(plain.values()) == offsets
+    with np.errstate(invalid="ignore"):  # after a divergence
+        growth = {seed: values[-1] - values[middle_of(offsets)] for seed, values in table.items()}
     return ForkCost(
         name=name, offsets=offsets, own=over_trunks(table),
         plain=over_trunks(by_trunk(plain, offsets)) if has_plain else (),

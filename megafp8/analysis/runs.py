@@ -59,7 +59,7 @@ class LoadedRun:
         return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
 
     def evals_of(self, split: str) -> tuple[EvalRecord, ...]:
-        """Evaluations on "valid" or "test", in step order."""
+        """Evaluations with this `EvalRecord.split`, in step order."""
         return tuple(record for record in self.evals if record.split == split)
 
     @property
@@ -77,7 +77,8 @@ class LoadedRun:
         if last.consumed_tokens <= fresh:
             return "no text read twice"
         first = next(record.step for record in self.steps if record.consumed_tokens > fresh)
-        return f"text repeats from step {first:,} on (read {last.consumed_tokens / fresh:.1f} times)"
+        earlier = " or earlier" if first == self.steps[0].step else ""  # a run that continues another one
+        return f"text repeats from step {first:,}{earlier} on (read {last.consumed_tokens / fresh:.1f} times)"
 
     @property
     def data_phases(self) -> dict[str, int]:

@@ -167,7 +167,8 @@ def selection_note(cells: Sequence[CellRow], recipes: Sequence[str]) -> list[str
     found = {
         cell.recipe
         for cell in cells
-        if len(cell.seeds) == 1
+        if cell.is_best
+        and len(cell.seeds) == 1
         and counts[cell.recipe, cell.parameters, cell.tokens] > counts[recipes[0], cell.parameters, cell.tokens] > 0
     }
     if not found:

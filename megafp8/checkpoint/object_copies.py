@@ -134,6 +134,24 @@ class ObjectCopies:
             path = unfinished_path(self.folder, step)
             if machines.rank != 0:
                 return self._upload_part(step, path, machines)
+        try:
+            return self._upload_complete(
+                step, path, keep, num_local, machines, is_cancelled or threading.Event(), started
+            )
+        finally:
+            if machines is not None:  # no machine could load it
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _upload_complete(
+        self, step: int, path: Path, keep: Optional[Retention], num_local: Optional[int], machines: Optional[Machines],
+        is_cancelled: threading.Event, started: float,
+    ) -> str:  # fmt: skip
+        """See `upload`.
+
+        Args:
+            path: of the checkpoint in the local folder.
+            started: time of the start.
+        """
         manifest, content = read_manifest(path), (path / MANIFEST).read_bytes()
         if machines is None and (problems := differences(path, manifest)):
             raise CheckpointError(f"{path} cannot be uploaded: {summarize(problems)}")
@@ -147,7 +165,7 @@ class ObjectCopies:
                 if machines is None or (path / each).exists():
                     self.store.upload(path / each, f"{name}/{each}")
             if machines is not None:
-                self._wait_for_parts(name, machines, is_cancelled or threading.Event())
+                self._wait_for_parts(name, machines, is_cancelled)
             self._check_sizes(step, manifest)
             self.upload_records()
             self.store.write(f"{name}/{MANIFEST}", content)
@@ -156,7 +174,6 @@ class ObjectCopies:
         self._prune(step, keep)
         if machines is not None:
             self.store.delete([marker_of(name, rank) for rank in machines.others])
-            shutil.rmtree(path)
         if num_local is not None:
             prune(self.folder, Retention(num_local), protected_step=step)
         seconds = time.monotonic() - started
@@ -165,10 +182,12 @@ class ObjectCopies:
     def _upload_part(self, step: int, path: Path, machines: Machines) -> str:
         """Upload the files of this machine's ranks, and delete them and older downloads here."""
         name = folder_name(step)
-        for each in sorted(relative_files(path)):
-            self.store.upload(path / each, f"{name}/{each}")
-        self.store.write(marker_of(name, machines.rank), machines.token.encode())
-        shutil.rmtree(path)
+        try:
+            for each in sorted(relative_files(path)):
+                self.store.upload(path / each, f"{name}/{each}")
+            self.store.write(marker_of(name, machines.rank), machines.token.encode())
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
         prune(self.folder, Retention(NUM_LOCAL))
         return f"{self.store.url}/{name}"
 

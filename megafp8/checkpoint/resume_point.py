@@ -29,6 +29,7 @@ from megafp8.checkpoint.manifest import (
 from megafp8.checkpoint.object_copies import object_copies
 from megafp8.checkpoint.progress import ROLLBACK, SkipHistory
 from megafp8.device.collective_errors import call_on_all_ranks, call_on_rank_0, rank_and_size
+from megafp8.device.platform import local_rank, local_world_size
 from megafp8.errors import CheckpointError
 from megafp8.utils.object_store import url_of
 from megafp8.utils.suggestions import did_you_mean
@@ -138,9 +139,10 @@ def first_intact(
     damaged: list[tuple[Path, str]] = []
     for step, folder in candidates:
         path = checkpoint_path(folder, step)
-        # Each rank hashes its part of the files. What one of them finds counts for all, so that all choose the same
-        # checkpoint.
-        by_rank = call_on_all_ranks(partial(find_damage, path, with_hashes, *rank_and_size()))
+        # Each rank hashes its part of the files; of copies from object storage, which each machine may have, the ranks
+        # of a machine do. What one of them finds counts for all, so that all choose the same checkpoint.
+        share = rank_and_size() if url_of(folder) is None else (local_rank(), local_world_size())
+        by_rank = call_on_all_ranks(partial(find_damage, path, with_hashes, *share))
         problems = list(dict.fromkeys(chain.from_iterable(by_rank)))
         if not problems:
             return ResumePoint(step, path), damaged

@@ -196,7 +196,7 @@ def save_checkpoint(
         is_divided: see `PreparedSave`.
 
     Returns:
-        The folder of the published checkpoint.
+        The folder of the published checkpoint, or of the unfinished one where it is divided.
 
     Raises:
         CheckpointError: on all ranks: the save failed. Earlier checkpoints and the training state are unchanged.

@@ -14,7 +14,7 @@ fails is reported, and the others continue. The report is in OUTPUT/report: repo
     megafp8 run-comparison --forks --recipes bf16,tensorwise,nvfp4 --seeds 4 --output runs/forks
 
 With --forks only runs in BF16 are trained, the trunks, one for each seed. From their checkpoints every recipe and BF16
-train --fork-length steps on the same batches. The report, OUTPUT/report/forks.html, says what switching to a recipe
+train some steps on the same batches. The report, OUTPUT/report/forks.html, says what switching to a recipe
 costs after so many steps: far fewer steps show a small cost than with whole runs, but the cost of a whole run is
 another question.
 
@@ -32,8 +32,9 @@ import os
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Optional
 
 from megafp8.cli import built_in_data
@@ -42,7 +43,7 @@ from megafp8.cli.common import TRAINING_SCRIPT, build_command_parser, returns_ex
 from megafp8.config import flags, iterations, rules, variants
 from megafp8.config.rules.base import Rule
 from megafp8.config.schema import RunConfig
-from megafp8.errors import INTERNAL, PREEMPTED, ConfigError, Megafp8Error
+from megafp8.errors import INTERNAL, PREEMPTED, ConfigError, Megafp8Error, NumericsError
 from megafp8.launch.built_in_sizes import (
     COMPARISON_SIZES,
     ComparisonSize,
@@ -51,10 +52,19 @@ from megafp8.launch.built_in_sizes import (
     shared_micro_batch_size,
 )
 from megafp8.launch.compared_runs import discard_partial_checkpoints, run_problems, visible_devices
-from megafp8.launch.forks import discard_partial_forks, discard_weights, fork_steps, plan_forks
+from megafp8.launch.forks import (
+    discard_partial_forks,
+    discard_weights,
+    fork_length,
+    fork_steps,
+    has_result,
+    plan_forks,
+)
 from megafp8.launch.process_pool import OUTPUT_FILE, PooledRun, ProcessPool, RunOutcome, training_command
 from megafp8.resilience.run_state import current_state, finished_state
 from megafp8.utils.best_effort import best_effort
+
+DEFAULT_BOUND, DEFAULT_TITLE = 0.5, "Comparison of recipes"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -74,13 +84,13 @@ def build_parser() -> argparse.ArgumentParser:
         int_flag("--nproc-per-node", "ranks of a run; above 1 under torchrun (default 1)", default=1),
         argument("--forks", "compare forks of BF16 runs, from these of their steps: 200,400 (default: a quarter, half "
                  "and three quarters of --train-iters)", nargs="?", const="", metavar="STEPS"),
-        int_flag("--fork-length", "steps of a fork (default %(default)s)", default=200),
+        int_flag("--fork-length", "steps of a fork (default: an eighth of --train-iters)"),
         switch("--controls", "with --forks: also settings that are known to be worse, each against its good form, all "
                "emulated; if none is found, there is no verdict"),
         int_flag("--runs-per-gpu", "runs that share a GPU (default %(default)s)", default=1),
         float_flag("--bound", "accepted increase of the validation loss over the baseline (default %(default)g)",
-                   default=0.5, metavar="PERCENT"),
-        argument("--title", "title of the report", default="Comparison of recipes"),
+                   default=DEFAULT_BOUND, metavar="PERCENT"),
+        argument("--title", "title of the report", default=DEFAULT_TITLE),
         switch("--no-report", "train only"),
         switch("--csv", "also write runs.csv and steps.csv to the report's folder"),
         switch("--dry-run", "check everything, say what would run and stop; nothing is written"),
@@ -113,10 +123,12 @@ def use_size(options: argparse.Namespace, num_gpus: int) -> Optional[ComparisonS
     return size
 
 
-def default_parallel(size: Optional[ComparisonSize], num_runs: int, ranks: int, num_gpus: int) -> int:
-    """Return the number of runs at the same time: of a built-in size one for each core or GPU."""
-    devices = num_gpus or len(os.sched_getaffinity(0))
-    return 1 if size is None else max(1, min(num_runs, devices // max(1, ranks)))
+def default_parallel(
+    size: Optional[ComparisonSize], num_runs: int, ranks: int, num_gpus: int, runs_per_gpu: int = 1
+) -> int:
+    """Return the number of runs at the same time: of a built-in size one for each core or place on a GPU."""
+    devices = num_gpus * runs_per_gpu or len(os.sched_getaffinity(0))
+    return runs_per_gpu if size is None else max(1, min(num_runs, devices // max(1, ranks)))
 
 
 def effort_text(size: Optional[ComparisonSize], num_runs: int, options: argparse.Namespace, shared: RunConfig) -> str:
@@ -157,6 +169,13 @@ def shared_settings(options: argparse.Namespace) -> tuple[RunConfig, tuple[Rule,
     }  # fmt: skip
     shared, problems = variants.parse_shared_flags(options.flags, str(options.output_dir))
     problems += [f"{flag} {value} must be at least 1" for flag, value in counts.items() if value < 1]
+    ignored = {
+        "--csv": options.csv,
+        "--bound": options.bound != DEFAULT_BOUND,
+        "--title": options.title != DEFAULT_TITLE,
+    }
+    if options.forks is not None:
+        problems += [f"{flag} has no effect with --forks: remove it" for flag, is_given in ignored.items() if is_given]
     problems += ["--controls is for --forks: give both"] if options.controls and options.forks is None else []
     problems += [] if 0 <= options.bound < 100 else [f"--bound {options.bound} must be from 0 to below 100 percent"]
     checked = rules.ALL_RULES
@@ -217,6 +236,8 @@ def share_devices(parallel: int, ranks: int, num_gpus: int, runs_per_gpu: int = 
     Raises:
         ConfigError: there are fewer GPUs than ranks.
     """
+    if runs_per_gpu > 1 and not num_gpus:
+        raise ConfigError(f"--runs-per-gpu {runs_per_gpu}: this machine has no GPU; give --parallel")
     if not num_gpus:
         threads = max(1, len(os.sched_getaffinity(0)) // max(1, parallel * ranks))
         return [], ["--num-threads", str(threads)]
@@ -225,6 +246,7 @@ def share_devices(parallel: int, ranks: int, num_gpus: int, runs_per_gpu: int = 
     if parallel * ranks > num_gpus * runs_per_gpu:
         raise ConfigError(
             f"--parallel {parallel} with --nproc-per-node {ranks} takes {parallel * ranks} GPUs; there are {num_gpus}"
+            + (f", with --runs-per-gpu {runs_per_gpu}" if runs_per_gpu > 1 else "")
         )
     # A GPU once for each of its runs, all GPUs before a second run on one.
     return (visible_devices(num_gpus) * runs_per_gpu)[: parallel * ranks], []
@@ -233,9 +255,10 @@ def share_devices(parallel: int, ranks: int, num_gpus: int, runs_per_gpu: int = 
 class Display:
     """Prints a line when a run starts or ends, and a progress bar over all steps on a terminal."""
 
-    def __init__(self, num_runs: int, steps_of_run: int):
+    def __init__(self, num_runs: int, steps_of_run: int, starts: Mapping[str, int]):
         from tqdm import tqdm
 
+        self._starts = starts
         self._steps_of_run, self._num_runs, self._ended = steps_of_run, num_runs, 0
         self._bar = tqdm(
             total=num_runs * steps_of_run, unit="step", dynamic_ncols=True, disable=None, smoothing=0.05,
@@ -263,7 +286,8 @@ class Display:
     def stepped(self, steps: Mapping[str, int]) -> None:
         """Update the bar with the steps of the running runs."""
         self._bar.set_postfix_str(", ".join(f"{name} {step}" for name, step in steps.items()), refresh=False)
-        self._bar.n = self._ended * self._steps_of_run + sum(steps.values())
+        done = (max(0, step - self._starts.get(name, 0)) for name, step in steps.items())
+        self._bar.n = self._ended * self._steps_of_run + sum(done)
         self._bar.refresh()
 
     def close(self) -> None:
@@ -273,14 +297,20 @@ class Display:
 
 def train(
     runs: Sequence[PooledRun], parallel: int, gpus: Sequence[str], steps_of_run: int,
-    on_end: Callable[[RunOutcome], None] = lambda outcome: None,
+    on_end: Callable[[RunOutcome], None] = lambda outcome: None, starts: Mapping[str, int] = MappingProxyType({}),
+    results: Collection[int] = (),
 ) -> int:  # fmt: skip
-    """Run what is not done yet; return the exit status of all runs together."""
+    """Run what is not done yet; return the exit status of all runs together.
+
+    Args:
+        starts: steps from which runs start that fork, by their names.
+        results: exit statuses of runs that failed with a result.
+    """
     sys.stdout, sys.stderr = best_effort(sys.stdout), best_effort(sys.stderr)  # the terminal may be closed
     waiting = [run for run in runs if finished_state(run.folder) is None]
     if len(waiting) < len(runs):
         print(f"{len(runs) - len(waiting)} of {len(runs)} runs are done already", file=sys.stderr)
-    display = Display(len(waiting), steps_of_run)
+    display = Display(len(waiting), steps_of_run, starts)
 
     def ended(outcome: RunOutcome) -> None:
         display.ended(outcome)
@@ -294,7 +324,7 @@ def train(
     if batch.is_stopping:
         print("run_comparison: stopped by a signal; the same command resumes", file=sys.stderr)
         return PREEMPTED
-    failed = [outcome.run.name for outcome in outcomes if not outcome.is_done]
+    failed = [each.run.name for each in outcomes if not each.is_done and each.exit_status not in results]
     if failed:
         print(f"run_comparison: {len(failed)} of {len(runs)} runs are not done: {', '.join(failed)}", file=sys.stderr)
     return INTERNAL if failed else 0
@@ -327,8 +357,9 @@ def run_forks(
 ) -> int:  # fmt: skip
     """Train trunks and forks, and report what switching costs; return the exit status."""
     trunks, runs = plan_forks(options, shared, variants_of(options, shared), device_flags, TRAINING_SCRIPT, checked)
-    due, trunks_due = ([run for run in part if finished_state(run.folder) is None] for part in (runs, trunks))
-    length, last_step = options.fork_length, max(fork_steps(options, shared))
+    due, trunks_due = ([run for run in part if not has_result(run)] for part in (runs, trunks))
+    length, steps = fork_length(options, shared), fork_steps(options, shared)
+    last_step = steps[-1]
     num_steps = len(trunks_due) * last_step + len(due) * length
     text = f"{len(trunks_due)} trunks of {last_step:,} steps and {len(due)} forks of {length}, {num_steps:,} steps"
     print(f"{text}, {options.parallel} at a time, in {options.output_dir}", file=sys.stderr)
@@ -341,15 +372,32 @@ def run_forks(
         built_in_data.prepare_data(shared.data, options.output_dir, size.corpus_bytes)
     discard_partial_forks(runs)
     status = train(trunks, options.parallel, gpus, last_step)
-    if status == 0:
-        status = train(runs, options.parallel, gpus, length, discard_weights)
-    if status != PREEMPTED and not options.no_report:
-        from megafp8.analysis import forks_page
+    if status == PREEMPTED:
+        return status
+    # Those of a trunk that failed have nothing to fork from.
+    ready = {run.folder.name for run in trunks if finished_state(run.folder) is not None}
+    forks = [run for run in runs if run.folder.name.rpartition("-")[0] in ready]
+    starts = {run.name: int(run.name.rpartition("-step")[2]) for run in forks}
+    todo = [run for run in forks if not has_result(run)]
+    if len(todo) < len(forks):
+        print(f"{len(forks) - len(todo)} of {len(forks)} forks are done already", file=sys.stderr)
+    of_forks = train(
+        todo, options.parallel, gpus, length, lambda outcome: discard_weights(outcome.run) if outcome.is_done else None,
+        starts, (NumericsError.exit_status,),
+    )  # fmt: skip
+    status = status or of_forks
+    if of_forks == PREEMPTED or options.no_report:
+        return of_forks if of_forks == PREEMPTED else status
+    from megafp8.analysis import forks_page
 
+    try:
         found, written = forks_page.publish_forks(options.output_dir)
-        print(forks_page.to_text(found))
-        for path in written:
-            print(f"wrote {path}", file=sys.stderr)
+    except Megafp8Error as error:
+        print(f"run_comparison: {error}", file=sys.stderr)
+        return status or error.exit_status
+    print(forks_page.to_text(found))
+    for path in written:
+        print(f"wrote {path}", file=sys.stderr)
     return status
 
 
@@ -364,7 +412,7 @@ def main(argv: Sequence[str]) -> int:
         size = use_size(options, num_gpus)
         if options.parallel is None:
             num_runs = options.seeds * (len(options.recipes.split(",")) + len(options.variant))
-            options.parallel = default_parallel(size, num_runs, options.nproc_per_node, num_gpus)
+            options.parallel = default_parallel(size, num_runs, options.nproc_per_node, num_gpus, options.runs_per_gpu)
         gpus, device_flags = share_devices(options.parallel, options.nproc_per_node, num_gpus, options.runs_per_gpu)
         shared, checked = shared_settings(options)
         if options.forks is not None:

@@ -12,21 +12,23 @@ from __future__ import annotations
 import argparse
 import math
 import shutil
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from megafp8.checkpoint.directory import checkpoint_path
 from megafp8.config import flags, iterations, rules
 from megafp8.config.rules.base import Rule
 from megafp8.config.schema import RunConfig
 from megafp8.config.variants import BASELINE, CONTROL, FORKS, TRUNKS, Variant, build_variant, control_variants
 from megafp8.errors import ConfigError
 from megafp8.launch.compared_runs import run_problems
-from megafp8.launch.process_pool import PooledRun, RunOutcome, training_command
-from megafp8.resilience.run_state import finished_state
+from megafp8.launch.process_pool import PooledRun, training_command
+from megafp8.resilience.run_state import current_state, finished_state, has_diverged
 
 NUM_VALIDATIONS = 4
 """Of a fork, at equal distances."""
-DEFAULT_FORKS = (0.25, 0.5, 0.75)
+DEFAULT_FORKS, DEFAULT_LENGTH_PART = (0.25, 0.5, 0.75), 8
 
 
 def fork_steps(options: argparse.Namespace, shared: RunConfig) -> list[int]:
@@ -35,20 +37,27 @@ def fork_steps(options: argparse.Namespace, shared: RunConfig) -> list[int]:
     Raises:
         ConfigError: steps that are none, or a length that does not fit.
     """
-    length, total = options.fork_length, iterations.train_iters(shared, options.nproc_per_node)
-    problems = []
+    length, total = fork_length(options, shared), iterations.train_iters(shared, options.nproc_per_node)
+    checkpoint, problems = shared.checkpoint, list[str]()
     if length < NUM_VALIDATIONS or length % NUM_VALIDATIONS:
         problems.append(f"--fork-length {length} must be a multiple of {NUM_VALIDATIONS}, the validations of a fork")
-    if shared.checkpoint.no_save_optim or shared.checkpoint.no_save_rng:
+    if checkpoint.ckpt_keep is not None or checkpoint.save_retain_interval is not None:
+        problems.append("--forks: trunks keep the checkpoints of all forks; remove --ckpt-keep, --save-retain-interval")
+    if shared.training.eval_iters == 0:
+        problems.append("--forks compares validation losses; give --eval-iters 1 or more")
+    if shared.optimizer.weight_decay_incr_style != "constant":
+        problems.append("--forks: a --weight-decay that grows over --train-iters would be another one in a fork")
+    if checkpoint.no_save_optim or checkpoint.no_save_rng:
         problems.append("--forks: forks load the complete state of their trunks; remove --no-save-optim, --no-save-rng")
     if shared.training.train_samples is not None:
         problems.append("--forks needs --train-iters in place of --train-samples: a fork has a number of steps")
     distance = max(1, length // NUM_VALIDATIONS)
-    words = options.forks.split(",") if options.forks else [str(distance * (int(total * part) // distance))
-                                                            for part in DEFAULT_FORKS]  # fmt: skip
+    room = total - length
+    defaults = [str(max(1, int(room * part) // distance) * distance) for part in DEFAULT_FORKS]
+    words = options.forks.split(",") if options.forks else list(dict.fromkeys(defaults))
     steps = sorted({int(word) for word in words if word.strip().isdecimal()})
     if len(steps) < len(words):
-        problems.append(f"--forks {options.forks}: give different steps, as in 200,400,600")
+        problems.append(f"--forks {','.join(words)}: give different steps, as in 200,400,600")
     for step in steps:
         if step < 1 or step % distance:
             problems.append(f"--forks: step {step} must be a multiple of {distance}, the distance of the validations")
@@ -57,6 +66,14 @@ def fork_steps(options: argparse.Namespace, shared: RunConfig) -> list[int]:
     if problems:
         raise ConfigError(problems)
     return steps
+
+
+def fork_length(options: argparse.Namespace, shared: RunConfig) -> int:
+    """The steps of a fork: an eighth of the run by default."""
+    if options.fork_length is not None:
+        return int(options.fork_length)
+    steps = iterations.train_iters(shared, options.nproc_per_node) // DEFAULT_LENGTH_PART
+    return max(1, steps // NUM_VALIDATIONS) * NUM_VALIDATIONS
 
 
 def compared_variants(chosen: Sequence[Variant], shared: RunConfig, ranks: int) -> list[Variant]:
@@ -89,9 +106,12 @@ def plan_forks(
     Raises:
         ConfigError: everything that is wrong with any of them.
     """
-    steps, ranks, length = fork_steps(options, shared), options.nproc_per_node, options.fork_length
+    steps, ranks, length = fork_steps(options, shared), options.nproc_per_node, fork_length(options, shared)
     variants = compared_variants(chosen, shared, ranks)
     variants += control_variants(shared, ranks) if options.controls else []
+    counts = Counter(each.name for each in variants)
+    if twice := sorted(name for name, count in counts.items() if count > 1):
+        raise ConfigError(f"{', '.join(twice)}: named twice, by --controls, too: give the --variant another name")
     total, folder = iterations.train_iters(shared, ranks), options.output_dir
     schedule = () if shared.optimizer.lr_decay_iters is not None else ("--lr-decay-iters", str(total))
     # They are trained first.
@@ -107,6 +127,11 @@ def plan_forks(
 
     for seed in range(shared.training.seed, shared.training.seed + options.seeds):
         trunk, of_seed = folder / TRUNKS / f"seed{seed}", ("--seed", str(seed))
+        if finished_state(trunk) is not None:
+            problems += [
+                f"{trunk} is done and has no checkpoint of step {step}: take another --output-dir"
+                for step in steps if not checkpoint_path(trunk, step).is_dir()
+            ]  # fmt: skip
         saves = ("--save-interval", str(math.gcd(*steps)), "--load", str(trunk), "--train-iters", str(steps[-1]))
         trunks.append(planned(f"trunk/seed{seed}", trunk, *chosen[0].flags, *of_seed, *saves))
         for step in steps:
@@ -116,9 +141,26 @@ def plan_forks(
                 name = f"{variant.name}/seed{seed}-step{step}"
                 own = (*variant.flags, *of_seed, *start, *ends, *high_precision_flags(variant, options.flags))
                 forks.append(planned(name, folder / FORKS / name, *own, "--no-save-optim", "--no-save-rng"))
+    problems += other_lengths(folder, length)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return trunks, forks
+
+
+def other_lengths(folder: Path, length: int) -> list[str]:
+    """Forks of another command in the folder, with which the report would mix these."""
+    found = set()
+    for path in (folder / FORKS).glob("*/seed*-step*"):
+        state, step = current_state(path), path.name.rpartition("-step")[2]
+        if state is not None and state.last_step is not None and step.isdecimal():
+            found.add(state.last_step - int(step))
+    others = sorted(found - {length})
+    return [f"{folder} has forks of {', '.join(map(str, others))} steps: take another --output-dir"] if others else []
+
+
+def has_result(run: PooledRun) -> bool:
+    """Whether a run needs not be started: it is done, or it has diverged."""
+    return finished_state(run.folder) is not None or has_diverged(run.folder)
 
 
 def high_precision_flags(variant: Variant, shared: Sequence[str]) -> tuple[str, ...]:
@@ -129,14 +171,23 @@ def high_precision_flags(variant: Variant, shared: Sequence[str]) -> tuple[str, 
 
 
 def discard_partial_forks(forks: Sequence[PooledRun]) -> None:
-    """Remove what interrupted forks left: they restart from their trunks."""
+    """Remove what interrupted forks left, since they restart from their trunks, and weights of those that are done.
+
+    Raises:
+        ConfigError: one is running.
+    """
     for run in forks:
-        if run.folder.exists() and finished_state(run.folder) is None:
+        state = current_state(run.folder)
+        if state is not None and state.state == "running":
+            raise ConfigError(f"{run.folder} is running: wait for the command that started it, or stop it")
+    for run in forks:
+        if has_result(run):
+            discard_weights(run)
+        elif run.folder.exists():
             shutil.rmtree(run.folder)
 
 
-def discard_weights(outcome: RunOutcome) -> None:
+def discard_weights(run: PooledRun) -> None:
     """Remove the checkpoint of a fork that is done: its records are the result."""
-    if outcome.is_done:
-        for checkpoint in outcome.run.folder.glob("iter_*"):
-            shutil.rmtree(checkpoint)
+    for checkpoint in run.folder.glob("iter_*"):
+        shutil.rmtree(checkpoint)

@@ -189,7 +189,8 @@ class EvalRecord:
 
     def __post_init__(self) -> None:
         if self.split not in (VALID, VALID_HIGH_PRECISION, TEST):
-            raise DataError(f'an evaluation record has split {self.split!r}; expected "{VALID}" or "{TEST}"')
+            known = f'"{VALID}", "{VALID_HIGH_PRECISION}" or "{TEST}"'
+            raise DataError(f"an evaluation record has split {self.split!r}; expected {known}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from megafp8.errors import HUNG, INTERNAL
+from megafp8.errors import HUNG, INTERNAL, NumericsError
 from megafp8.utils.best_effort import Outage
 from megafp8.utils.files import UnreadableFile, atomic_write_json, open_regular
 from megafp8.utils.process import Process, current_process
@@ -125,6 +125,12 @@ def finished_state(folder: Path) -> Optional[RunState]:
     """Return the state of a run that is done; None for other runs."""
     known = read_run_state(folder)
     return known if known is not None and known.state == "done" else None
+
+
+def has_diverged(folder: Path) -> bool:
+    """Whether a run ended with non-finite numbers, which is a result for those that compare runs."""
+    known = current_state(folder)
+    return known is not None and known.exit_status == NumericsError.exit_status
 
 
 def last_recorded_step(folder: Path) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +20,8 @@ from megafp8.config.schema import DataConfig
 from megafp8.errors import ConfigError, DataError
 from megafp8.launch.process_pool import PooledRun
 from megafp8.optimizer.schedules import preview_schedule
-from megafp8.resilience.run_state import RUN_STATE_FILE
+from megafp8.resilience.run_state import RUN_STATE_FILE, RunState
+from megafp8.utils.process import current_process
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "run_comparison.py"
 FLAGS = [
@@ -166,7 +168,7 @@ def test_forks_of_two_trunks_are_compared(tmp_path: Path) -> None:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
         assert ended.returncode == 0, ended.stderr
         assert "bf16-control  noise floor" in ended.stdout
-    assert "6 of 6 runs are done already" in ended.stderr
+    assert "6 of 6 forks are done already" in ended.stderr
     assert not list(tmp_path.glob("forks/**/iter_*")) and list(tmp_path.glob("trunks/seed7/iter_0000004"))
     base, trunk = (load_run(tmp_path / name) for name in ("forks/bf16/seed7-step4", "trunks/seed8"))
     assert [step.step for step in base.steps] == [5, 6, 7, 8] and len(trunk.steps) == 4
@@ -184,11 +186,76 @@ def test_forks_of_two_trunks_are_compared(tmp_path: Path) -> None:
         (("--forks", "2,2", "--fork-length", "4"), "give different steps"),
         (("--forks", "4", "--fork-length", "8"), "end after --train-iters 8"),
         (("--forks", "2", "--fork-length", "4", "--recipes", "mxfp8,bf16"), "the first of --recipes must be bf16"),
+        (("--forks", "2", "--fork-length", "4", "--csv"), "--csv has no effect with --forks"),
+        (("--forks", "2", "--runs-per-gpu", "2"), "this machine has no GPU"),
+        (("--forks", "2", "--controls", "--variant", "mxfp8-floor=--bf16"), "mxfp8-floor: named twice"),
     ],
 )
 def test_forks_that_do_not_fit_are_refused(compare, tmp_path: Path, words: tuple[str, ...], problem: str) -> None:
-    status, _, err = compare(tmp_path, *words, flags=FORKED)
+    status, _, err = compare(tmp_path, *words, flags=[*FORKED, "--ffn-hidden-size", "96"])
     assert status == ConfigError.exit_status and problem in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--ckpt-keep 2", "remove --ckpt-keep"),
+        ("--eval-iters 0", "give --eval-iters 1 or more"),
+        ("--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1", "--weight-decay that grows"),
+        ("--no-save-optim", "remove --no-save-optim"),
+    ],
+)
+def test_runs_that_cannot_fork_are_refused(compare, tmp_path: Path, flags: str, problem: str) -> None:
+    status, _, err = compare(tmp_path, "--forks", "4", "--fork-length", "4", flags=[*FORKED, *flags.split()])
+    assert status == ConfigError.exit_status and problem in err
+
+
+@pytest.mark.parametrize("size", ["laptop", "gpu"])
+def test_forks_fit_the_built_in_sizes(compare, tmp_path: Path, size: str) -> None:
+    status, _, err = compare(tmp_path, "--forks", "--seeds", "4", "--size", size, "--dry-run", flags=())
+    assert status == 0 and "4 trunks" in err and "36 forks" in err, err
+
+
+def recorded(folder: Path, state: str, last_step: int) -> None:
+    folder.mkdir(parents=True)
+    now = time.time()
+    found = RunState(
+        state=state, step=1, last_step=last_step, world_size=1, process=current_process(), started_at=now,
+        updated_at=now,
+    )  # fmt: skip
+    (folder / RUN_STATE_FILE).write_text(json.dumps(found.to_plain()))
+
+
+def test_what_other_commands_left_is_not_mixed_in(compare, tmp_path: Path) -> None:
+    words = ("--forks", "4", "--fork-length", "4", "--recipes", "bf16")
+    recorded(tmp_path / "a/forks/bf16/seed7-step2", "done", 10)
+    status, _, err = compare(tmp_path / "a", *words, flags=FORKED)
+    assert status == ConfigError.exit_status and "has forks of 8 steps" in err
+    recorded(tmp_path / "b/trunks/seed7", "done", 4)
+    status, _, err = compare(tmp_path / "b", *words, flags=FORKED)
+    assert status == ConfigError.exit_status and "is done and has no checkpoint of step 4" in err
+    recorded(tmp_path / "c/forks/bf16/seed7-step4", "running", 8)
+    status, _, err = compare(tmp_path / "c", *words, flags=FORKED)
+    assert status == ConfigError.exit_status and "is running" in err
+
+
+def test_a_trunk_that_fails_leaves_the_others_forks(
+    compare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: ModuleType
+) -> None:
+    started = list[list[str]]()
+
+    def train(runs: Sequence[PooledRun], *rest: object, **others: object) -> int:
+        started.append([run.name for run in runs])
+        if len(started) == 1:
+            recorded(tmp_path / "trunks/seed8", "done", 4)
+            (tmp_path / "trunks/seed8/iter_0000004").mkdir()
+        return 70
+
+    monkeypatch.setattr(tool, "train", train)
+    status, _, err = compare(tmp_path, "--forks", "4", "--fork-length", "4", "--seeds", "2", "--recipes", "bf16",
+                             flags=FORKED)  # fmt: skip
+    assert started == [["trunk/seed7", "trunk/seed8"], ["bf16/seed8-step4", "bf16-control/seed8-step4"]]
+    assert status == 70 and "has no finished fork" in err
 
 
 def test_controls_are_forks_with_their_good_forms(compare, tmp_path: Path) -> None:
@@ -202,11 +269,6 @@ def test_controls_are_forks_with_their_good_forms(compare, tmp_path: Path) -> No
         "bf16", "bf16-control", "mxfp8-emulated", "tensorwise-emulated", "nvfp4-emulated", "mxfp8-floor",
         "e5m2-forward", "nvfp4-plain", "tensorwise-margin-3",
     ]  # fmt: skip
-
-
-def test_trunks_save_their_complete_state(compare, tmp_path: Path) -> None:
-    status, _, err = compare(tmp_path, "--forks", "2", "--fork-length", "4")
-    assert status == ConfigError.exit_status and "remove --no-save-optim" in err
 
 
 def test_without_flags_a_built_in_size_is_trained_on_built_in_data(tool: ModuleType, tmp_path: Path, capsys) -> None:

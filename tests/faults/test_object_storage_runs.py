@@ -116,6 +116,7 @@ def test_a_machine_that_cannot_upload_is_named(
     assert set(ended.statuses) == {CheckpointError.exit_status}
     assert "/__1_" in ended.output[0] and "access is denied" in ended.output[0]
     assert not any("manifest.json" in request for request in server.requests if request.startswith("PUT"))
+    assert not list(tmp_path.glob("[ab]/**/*.unfinished")) and "checkpoint saved" not in ended.output[0]
 
 
 @pytest.mark.slow

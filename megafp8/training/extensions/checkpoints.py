@@ -119,6 +119,7 @@ class CheckpointSaver:
         # Of the save that is under way. The folder is another one on each machine, where they share none.
         self._folder: Optional[Path] = None
         self._keep: Optional[Retention] = None
+        self._incomplete: Optional[int] = None  # the step that is complete once all machines have uploaded their parts
         checkpoint = run.config.checkpoint
         if checkpoint.async_save:
             self._in_background = AsyncSaver(
@@ -145,7 +146,8 @@ class CheckpointSaver:
         folder, keep = due
         with self._run.timer.span(CHECKPOINTS):
             self._save_to(folder, None if is_due else keep, progress, is_last)
-        return progress.step in (self.saved_step, self._under_way and self._under_way.progress.step)
+        started = self._under_way and self._under_way.progress.step
+        return progress.step in (self.saved_step, self._incomplete, started)
 
     def _save_to(self, folder: Path, keep: Optional[Retention], progress: Progress, is_last: bool) -> None:
         run = self._run
@@ -200,7 +202,10 @@ class CheckpointSaver:
         step, error = uploaded
         if error is None:
             self._num_failed = 0
+            if self._incomplete is not None:
+                self._complete(step)
         else:
+            self._incomplete = None
             self._failed(step, CheckpointError(f"step {step} cannot be uploaded: {error}"), is_last)
 
     def _wait_for_previous(self, step: int, with_upload: bool) -> None:
@@ -232,13 +237,22 @@ class CheckpointSaver:
             self._under_way = None
             self._succeeded(step, path)
 
+    def _complete(self, step: int) -> None:
+        """A checkpoint from which the run could resume is there."""
+        self.saved_step, self._incomplete = step, None
+        self._run.watchdog.saved(step)
+
     def _succeeded(self, step: int, path: Path) -> None:
-        self.saved_step = step
         if not self.uploads.is_used:
             self._num_failed = 0
-        self._run.watchdog.saved(step)
-        detail = f"{path} in {time.monotonic() - self._started:.1f} s"
-        self._sinks.write(EventRecord(step=step, name="checkpoint saved", detail=detail))
+        seconds = f"{time.monotonic() - self._started:.1f} s"
+        if self.uploads.is_divided and self._folder == run_folder(self._run.config):
+            self._incomplete = step
+            event = EventRecord(step=step, name="checkpoint written", detail=f"the parts of all machines, in {seconds}")
+        else:
+            self._complete(step)
+            event = EventRecord(step=step, name="checkpoint saved", detail=f"{path} in {seconds}")
+        self._sinks.write(event)
         self.uploads.begin(step, self._folder, self._keep)
 
     def _failed(self, step: int, error: CheckpointError, is_last: bool) -> None:

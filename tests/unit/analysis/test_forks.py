@@ -14,18 +14,18 @@ import pytest
 from megafp8.analysis import forks, forks_page
 from megafp8.analysis.forks import over_trunks, read_forks
 from megafp8.analysis.seed_statistics import Interval
-from megafp8.errors import DataError
+from megafp8.errors import DataError, NumericsError
 from megafp8.resilience.run_state import RUN_STATE_FILE, RunState
 from megafp8.utils.process import current_process
 
 STEPS, LENGTH = (40, 80), 8
 
 
-def finish(folder: Path) -> None:
+def finish(folder: Path, how: str = "done", exit_status: int = 0) -> None:
     now = time.time()
     state = RunState(
-        state="done", step=1, saved_step=1, exit_status=0, world_size=1, process=current_process(), started_at=now,
-        updated_at=now,
+        state=how, step=1, saved_step=1, exit_status=exit_status, world_size=1, process=current_process(),
+        started_at=now, updated_at=now,
     )  # fmt: skip
     (folder / RUN_STATE_FILE).write_text(json.dumps(state.to_plain()))
 
@@ -70,6 +70,8 @@ def test_forks_of_a_trunk_count_once(write_run: Callable[..., Path]) -> None:
         (lambda seed, _, offset: 0.01 * offset + 1e-4 * seed, forks.COSTS, forks.GROWING),
         (lambda seed, _, offset: 0.2 - 0.02 * offset + 1e-4 * seed, forks.COSTS, forks.FALLING),
         (lambda seed, *_: -0.01 + 1e-4 * seed, forks.GAINS, forks.SATURATING),
+        (lambda seed, _, offset: -0.01 * offset + 1e-4 * seed, forks.GAINS, forks.GROWING),
+        (lambda seed, _, offset: -0.2 + 0.02 * offset + 1e-4 * seed, forks.GAINS, forks.FALLING),
         (lambda seed, *_: 0.01 * (-1) ** seed, forks.NO_DIFFERENCE, ""),
         (lambda seed, *_: math.inf if seed == 2 else 0.0, forks.DIVERGED, ""),
     ],
@@ -79,6 +81,21 @@ def test_verdicts(
 ) -> None:
     (found,) = read_forks(write_forks(write_run, {"mxfp8": cost})).costs
     assert (found.verdict, found.course) == (verdict, course)
+
+
+@pytest.mark.parametrize("how_many", [1, 8])
+def test_a_fork_that_ends_with_non_finite_numbers_is_no_survivor(write_run: Callable[..., Path], how_many: int) -> None:
+    """Also a known-bad control that diverges is found, by some or by all of its forks."""
+    costs = {name: (lambda seed, *_: 0.01 + 1e-4 * seed) for name in ("tensorwise", "mxfp8-emulated", "mxfp8-floor")}
+    folder = write_forks(write_run, costs)
+    for name in ("tensorwise", "mxfp8-floor"):
+        for path in sorted((folder / "forks" / name).iterdir())[:how_many]:
+            finish(path, "failed", exit_status=NumericsError.exit_status)
+    report, _ = forks_page.publish_forks(folder)
+    ((recipe,), (control,)) = report.costs, report.controls
+    assert recipe.verdict == control.verdict == forks.DIVERGED and recipe.num_forks == 8
+    assert not report.is_blind and report.unfinished == ()
+    assert "tensorwise diverged within 8 steps." in forks_page.to_text(report)
 
 
 def test_coverage_is_that_of_the_interval() -> None:

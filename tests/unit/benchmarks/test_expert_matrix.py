@@ -47,6 +47,9 @@ def test_a_cell_in_doubt_is_measured_again() -> None:
     twice = {name: [100.0, 100.0] for name in ("bf16", "@delayed")}
     assert missing(block, steps | twice | {"delayed": [110.0, 111.0]}) == []
     assert missing(block, steps | twice | {"delayed": [110.0, 99.0]}) == []
+    # BF16 was measured again for another recipe before.
+    often = steps | {"bf16": [100.0, 90.0, 100.0], "@delayed": [100.0, 90.0, 100.0]}
+    assert missing(block, often | {"delayed": [110.0, 111.0]}) == []
     assert missing(block, {"bf16": [100.0]}) == list(block.recipes[1:])
 
 
@@ -60,6 +63,21 @@ def test_shards_take_every_block_once_and_resume(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(expert_matrix, "measure", measure)
     ends = [expert_matrix.main(["--shard", f"{number}/5", "--json", str(path)]) for number in (1, 2, 3, 4, 5, 1, 3)]
     assert sorted(done) == sorted(blocks(["M1", "M2", "M3"])) and ends == [1, 1, 1, 1, 0, 0, 0]
+
+
+def test_rows_are_appended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the benchmark that measures, which would otherwise begin its file anew."""
+    path = tmp_path / "rows"
+    path.write_text('{"before": 1}\n')
+
+    def run(command: list[object], cwd: Path) -> None:
+        monkeypatch.setattr(gpu_layouts, "measure_all", lambda options: ([], {}))
+        gpu_layouts.main([*map(str, command[2:]), "--gpus", "2"])
+
+    monkeypatch.setattr(expert_matrix.subprocess, "run", run)
+    options = expert_matrix.parse(["--json", str(path)])
+    expert_matrix.measure(Block("M1", "EP 2", "peer"), ["bf16"], options)
+    assert path.read_text() == '{"before": 1}\n'
 
 
 @pytest.mark.parametrize("block", blocks(["M1"]))

@@ -9,7 +9,14 @@ import pytest
 from device_targets import CPU, H200, WITHOUT_TE, fp8, only_problem
 
 from megafp8.config.layer_backends import EMULATED
-from megafp8.config.schema import DataConfig, ModelConfig, ParallelConfig, PrecisionConfig, RunConfig
+from megafp8.config.schema import (
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RunConfig,
+    TrainingConfig,
+)
 from megafp8.config.settings import with_values
 from megafp8.device import capability
 from megafp8.device.capability import Target, capability_problems
@@ -104,6 +111,33 @@ def test_documents_limit_context_parallel_communication_in_another_way() -> None
         )
         problems = capability_problems(config, H200)
         assert [problem in each for each in problems] == [True] * bool(problem), (kind, problems)
+
+
+@pytest.mark.parametrize(
+    ("length", "parallel", "gib"),
+    [
+        (4096, {}, None),  # 2^29 products
+        (8192, {}, "256"),
+        (8192, {"tensor_model_parallel_size": 4}, None),
+        (8192, {"context_parallel_size": 2}, None),  # a fourth of the queries in each of two pieces
+        (8192, {"context_parallel_size": 2, "cp_comm_type": "a2a"}, "128"),  # half of the heads
+        (16384, {"context_parallel_size": 2}, "256"),
+    ],
+)
+def test_deterministic_attention_of_long_documents_is_refused(
+    length: int, parallel: dict[str, Any], gib: Optional[str]
+) -> None:
+    config = RunConfig(
+        model=ModelConfig(num_attention_heads=32, attention_dropout=0.0),
+        data=DataConfig(reset_attention_mask=True, seq_length=length),
+        parallel=ParallelConfig(**parallel),
+        training=TrainingConfig(micro_batch_size=1),
+    )
+    assert capability_problems(config, H200) == []
+    deterministic = with_values(config, {"precision.deterministic_mode": True})
+    found = capability_problems(deterministic, H200)
+    assert len(found) == (gib is not None) and capability_problems(deterministic, CPU) == []
+    assert all(f"needs {gib} GiB or more; remove --deterministic-mode" in text for text in found)
 
 
 def test_transformer_engines_loss_works_with_emulated_layers() -> None:
