@@ -24,7 +24,7 @@ import numpy as np
 
 from megafp8.analysis.pairing import is_control
 from megafp8.analysis.runs import LoadedRun, load_run
-from megafp8.analysis.seed_statistics import CONFIDENCE, Interval, mean_interval
+from megafp8.analysis.seed_statistics import BLIND, CONFIDENCE, Interval, mean_interval
 from megafp8.config.variants import BASELINE, EMULATED_FORM, FORKS
 from megafp8.errors import DataError
 from megafp8.metrics.records import VALID, VALID_HIGH_PRECISION
@@ -33,8 +33,6 @@ from megafp8.resilience.run_state import finished_state, has_diverged
 
 FOLDER_NAME = re.compile(r"seed(-?\d+)-step(\d+)")
 COSTS, GAINS, NO_DIFFERENCE, DIVERGED, NOISE = "costs", "gains", "not distinguishable", "diverged", "noise floor"
-BLIND = "blind"
-"""In place of a verdict where none of the known-bad controls was found."""
 GROWING, FALLING, SATURATING, UNKNOWN = "growing", "falling", "saturating", "course not decided"
 SATURATED_FRACTION = 0.25
 """A cost saturates if less than this part of it came in the second half of the steps, with all of the interval."""

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 CONFIDENCE = 0.95
 WITHIN, BEYOND, UNDECIDED = "within", "beyond", "not decided"
+BLIND = "blind"
+"""In place of a verdict, where none of the known-bad controls was found."""
 CONTROL = "control"
 """In place of a verdict: the gap between a control and the baseline is noise, which has no bound."""
 

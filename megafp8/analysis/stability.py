@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
 from megafp8.analysis import stability_statistics
-from megafp8.analysis.stability_gaps import SuiteGap, control_row, spread_row
+from megafp8.analysis.seed_statistics import BLIND, CONTROL
+from megafp8.analysis.stability_gaps import BETTER, INDISTINCT, SuiteGap, control_row, spread_row
 from megafp8.analysis.stability_runs import SuiteRun, load_suite, losses_by_seed, names_of
 from megafp8.analysis.stability_sweep import SweepRow, sweep_rows
 from megafp8.config.variants import BASELINE
@@ -40,6 +41,11 @@ class SuiteReport:
     controls: tuple[SuiteGap, ...]
     continuation: tuple[SuiteGap, ...]
     problems: tuple[str, ...]
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether none of the known-bad controls was found, all of which have a result."""
+        return bool(self.controls) and {row.verdict for row in self.controls} <= {INDISTINCT, BETTER}
 
     def of_part(self, part: str) -> list[SuiteRun]:
         """The runs of a part."""
@@ -73,7 +79,7 @@ def build_report(folder: Path) -> SuiteReport:
     controls, continuation = of_part.get("controls", []), of_part.get("continuation", [])
     base_losses = list(losses_by_seed(pairs, BASELINE).values())
     has_spread = len(base_losses) > 1 and all(map(math.isfinite, base_losses))
-    return SuiteReport(
+    report = SuiteReport(
         info=info,
         runs=tuple(runs),
         spread_fraction=stability_statistics.relative_spread(base_losses) if has_spread else None,
@@ -86,3 +92,11 @@ def build_report(folder: Path) -> SuiteReport:
             for run in runs if run.final_loss is None
         ),
     )  # fmt: skip
+    if not report.is_blind:
+        return report
+    return dataclasses.replace(report, pairs=blinded(report.pairs), continuation=blinded(report.continuation))
+
+
+def blinded(rows: Sequence[SuiteGap]) -> tuple[SuiteGap, ...]:
+    """Rows without their verdicts on recipes."""
+    return tuple(row if row.verdict == CONTROL else dataclasses.replace(row, verdict=BLIND) for row in rows)

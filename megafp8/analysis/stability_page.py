@@ -12,7 +12,7 @@ from megafp8.analysis.comparison_page import facts, run_warnings
 from megafp8.analysis.html import PageSection, page_figure, render, write_files
 from megafp8.analysis.percent import NOT_DETERMINED, is_wide, rounded, signed, signed_interval
 from megafp8.analysis.plot_stability import drawn_recipes
-from megafp8.analysis.seed_statistics import BEYOND, CONFIDENCE, CONTROL, WITHIN
+from megafp8.analysis.seed_statistics import BEYOND, BLIND, CONFIDENCE, CONTROL, WITHIN
 from megafp8.analysis.stability import SuiteReport, build_report
 from megafp8.analysis.stability_gaps import WORSE, SuiteGap
 from megafp8.analysis.stability_runs import losses_by_seed
@@ -65,17 +65,21 @@ def render_page(report: SuiteReport) -> str:
 def headline(report: SuiteReport) -> str:
     """The verdicts in sentences."""
     sentences = []
+    if report.is_blind:
+        sentences.append("Blind: none of the known-bad controls came out worse, so there is no verdict on gaps.")
     if (num_diverged := baseline_divergences(report)) is not None:
         sentences.append(f"{num_diverged}.")
     for row in report.pairs:
-        if row.verdict != CONTROL:
+        if row.verdict not in (CONTROL, BLIND):
             sentences.append(f"{row.name}: gap against bf16's own spread over seeds: {row.verdict}.")
     sentences += [f"{row.name}: stable range of learning rates {row.verdict}." for row in report.sweep if row.verdict]
     if report.controls:
         found = sum(row.verdict == WORSE for row in report.controls)
         sentences.append(f"{found} of {len(report.controls)} known-bad controls came out worse than their good forms.")
     sentences += [
-        f"{row.name}: gap after continuation against bf16's spread: {row.verdict}." for row in report.continuation
+        f"{row.name}: gap after continuation against bf16's spread: {row.verdict}."
+        for row in report.continuation
+        if row.verdict != BLIND
     ]
     return " ".join(sentences) or "No part has a result yet."
 

@@ -98,6 +98,18 @@ def test_a_control_that_comes_out_better_is_not_called_indistinct(suite, tmp_pat
     assert build_report(tmp_path).controls[0].verdict == BETTER
 
 
+@pytest.mark.parametrize("factor", [1.0, 1.05])
+def test_a_suite_that_finds_no_control_is_blind(suite, tmp_path: Path, factor: float) -> None:
+    """Also a gap that would be within or beyond is no verdict then."""
+    add_pairs(suite, factor)
+    for seed, loss in enumerate(SPREAD, start=1):
+        suite("controls", "good", seed, loss)
+        suite("controls", "bad", seed, loss * (1 + 0.01 * (-1) ** seed))
+    report, (page, _) = publish_suite(tmp_path)
+    assert report.is_blind and [row.verdict for row in report.pairs] == ["blind"]
+    assert to_text(report).startswith("Blind: none of the known-bad controls") and ">blind<" in page.read_text()
+
+
 def test_a_run_without_a_result_leaves_the_end_of_a_range_open(suite, tmp_path: Path) -> None:
     for seed in (1, 2):
         add_sweep(suite, "bf16", [3.0, 2.9, None], seed)
