@@ -67,7 +67,7 @@ def sentence(cost: ForkCost, length: int) -> str:
     """The verdict on one recipe."""
     if cost.verdict == DIVERGED:
         return f"{cost.name} diverged within {length} steps."
-    half = "" if cost.half_width is None else f" +-{cost.half_width:.2%}"
+    half = "" if cost.half_width is None else f" \u00b1{cost.half_width:.2%}"
     amount = f"{signed(cost.cost.mean)}{half}"
     if cost.verdict == NOISE:
         return f"Another order of summation: {amount} after {length} steps."

@@ -39,16 +39,20 @@ def machine(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> FaultyR
     return FaultyRun("dp2", folder / name / "s3/bucket/run", folder / "indices")
 
 
-def machines(folder: Path, names: str, monkeypatch: pytest.MonkeyPatch) -> FaultyRun:
-    """The run on two machines with caches of their own, and one rank each; what it returns sees that of rank 0."""
+def machines(folder: Path, names: str, monkeypatch: pytest.MonkeyPatch, layout: str = "dp2") -> FaultyRun:
+    """The run on two machines with caches of their own, which share the ranks; what it returns sees that of rank 0."""
     original = forked_runs.become_rank
 
     def become_rank(rank: int, world_size: int, output: Path) -> None:
         original(rank, world_size, output)
-        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MEGAFP8_CACHE": str(folder / names[rank])}
+        machine, local = divmod(rank, world_size // len(names))
+        os.environ |= {
+            "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(world_size // len(names)),
+            "MEGAFP8_CACHE": str(folder / names[machine]),
+        }  # fmt: skip
 
     monkeypatch.setattr(forked_runs, "become_rank", become_rank)
-    return FaultyRun("dp2", folder / names[0] / "s3/bucket/run", folder / "indices")
+    return FaultyRun(layout, folder / names[0] / "s3/bucket/run", folder / "indices")
 
 
 def events(run: FaultyRun, name: str) -> list[tuple[int, str]]:
@@ -103,6 +107,23 @@ def test_machines_without_a_shared_folder_save_together(
     last = machine(tmp_path, "e", monkeypatch)
     assert set(last.start(flags=f"{FOLDERS} --train-iters {STEPS}").statuses) == {0}
     assert last.fingerprint(STEPS) == reference.fingerprint(STEPS)
+
+
+@pytest.mark.slow
+def test_machines_of_several_ranks_save_together(
+    server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = FaultyRun("tp2-pp2", tmp_path / "reference", tmp_path / "indices")
+    assert set(reference.start().statuses) == {0}
+    flags = f"{FOLDERS} --save-interval 8"
+    run = machines(tmp_path, "ab", monkeypatch, "tp2-pp2")
+    assert set(run.start("term:rank=3,step=9,at=step.begin", flags).statuses) == {75}
+    # The same machines have parts of what they saved and copies of what they load.
+    ended = run.start(flags=flags)
+    assert set(ended.statuses) == {0}, ended.output
+    assert run.losses() == reference.losses() and not list(tmp_path.glob("[ab]/**/*.unfinished"))
+    uploaded = [request for request in server.requests if request.startswith(f"PUT /bucket/run/iter_{STEPS:07d}/__")]
+    assert {request.split("/__")[1][0] for request in uploaded} == set("0123")
 
 
 @pytest.mark.slow

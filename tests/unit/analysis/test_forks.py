@@ -124,8 +124,8 @@ def test_the_page_says_what_was_found(write_run: Callable[..., Path]) -> None:
     report, written = forks_page.publish_forks(folder)
     assert [path.name for path in written] == ["forks.html", "forks.md", "forks.json", "forks.csv", "forks.svg"]
     text = forks_page.to_text(report)
-    assert "Switching to tensorwise costs +1.02% +-0.02% after 8 steps, saturating." in text
-    assert "Another order of summation: 0.00% +-0.02% after 8 steps." in text
+    assert "Switching to tensorwise costs +1.02% ±0.02% after 8 steps, saturating." in text
+    assert "Another order of summation: 0.00% ±0.02% after 8 steps." in text
     assert "4 trunks in BF16, forks at steps 40, 80, 8 steps each" in written[0].read_text()
     plain = json.loads(written[2].read_text())
     assert [cost["verdict"] for cost in plain["costs"]] == [forks.NOISE, forks.COSTS]
