@@ -98,7 +98,7 @@ class TrainingConfig:
         range=AT_LEAST_1, role=Role.SAMPLES, unset="the global batch size at the end of training", unit="sequences",
     )
     eval_high_precision: bool = setting(
-        False, "validate a second time, with all GEMMs in the dtype of the weights", role=Role.OUTPUT
+        False, "validate a second time, with all GEMMs in the dtype of the weights", role=Role.OUTPUT, megatron=OWN
     )
     skip_train: bool = setting(False, "validate without training", role=Role.OUTPUT)
     exit_interval: Optional[int] = setting(
