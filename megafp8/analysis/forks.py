@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Optional
 
@@ -24,7 +24,7 @@ import numpy as np
 
 from megafp8.analysis.pairing import is_control
 from megafp8.analysis.runs import LoadedRun, load_run
-from megafp8.analysis.seed_statistics import BLIND, CONFIDENCE, Interval, mean_interval
+from megafp8.analysis.seed_statistics import BLIND, CONFIDENCE, Interval, mean_interval, validation_gaps
 from megafp8.config.variants import BASELINE, EMULATED_FORM, FORKS
 from megafp8.errors import DataError
 from megafp8.metrics.records import VALID, VALID_HIGH_PRECISION
@@ -171,12 +171,14 @@ def read_forks(folder: Path) -> ForkReport:
         if (cost := cost_of(name, forks.get(f"{good}{EMULATED_FORM}", {}), forks.get(name, {}), diverged.get(name, ())))
     ]
     of_controls = {*KNOWN_BAD, *(f"{good}{EMULATED_FORM}" for good, _ in KNOWN_BAD.values())} if controls else set()
+    whole = last_losses(folder / BASELINE)
     costs = [
         cost
         for name in dict.fromkeys([*forks, *diverged])
         if name not in {BASELINE, *of_controls}
-        and (cost := cost_of(name, base, forks.get(name, {}), diverged.get(name, ()), full_gap(folder, name)))
+        and (cost := cost_of(name, base, forks.get(name, {}), diverged.get(name, ())))
     ]
+    costs = [replace(cost, full=full_gap(whole, last_losses(folder / cost.name))) for cost in costs]
     point, last = max(base.items(), key=lambda item: item[1].steps[-1].step)
     length = last.steps[-1].step - point.step
     return ForkReport(
@@ -187,7 +189,7 @@ def read_forks(folder: Path) -> ForkReport:
 
 def cost_of(
     name: str, base: Mapping[ForkPoint, LoadedRun], runs: Mapping[ForkPoint, LoadedRun],
-    diverged: Collection[ForkPoint] = (), full: Optional[Interval] = None,
+    diverged: Collection[ForkPoint] = (),
 ) -> Optional[ForkCost]:  # fmt: skip
     """The cost of a recipe at the points that it and the baseline have; None without such a point.
 
@@ -213,18 +215,14 @@ def cost_of(
         name=name, offsets=offsets, own=over_trunks(table),
         plain=over_trunks(by_trunk(plain, offsets)) if has_plain else (),
         growth=mean_interval(list(growth.values())), by_trunk={seed: values[-1] for seed, values in table.items()},
-        num_forks=len(points), full=full,
+        num_forks=len(points),
     )  # fmt: skip
 
 
 def losses(run: LoadedRun, base: LoadedRun, point: ForkPoint, split: str) -> dict[int, float]:
     """Relative cost by steps after the fork."""
-    expected = {record.step: record.loss for record in base.evals_of(VALID)}
-    return {
-        record.step - point.step: (record.loss - expected[record.step]) / expected[record.step]
-        for record in run.evals_of(split)
-        if record.step in expected and record.step > point.step
-    }
+    gaps = validation_gaps(base, run, split)
+    return {step - point.step: gap for step, gap in gaps.items() if step > point.step}
 
 
 def common_offsets(curves: Iterable[Mapping[int, float]]) -> tuple[int, ...]:
@@ -250,13 +248,13 @@ def over_trunks(curves: Mapping[int, np.ndarray], confidence: float = CONFIDENCE
     return tuple(mean_interval(list(values), confidence) for values in np.array(list(curves.values())).T)
 
 
-def full_gap(folder: Path, name: str) -> Optional[Interval]:
-    """Gap at the end of whole runs `FOLDER/RECIPE/seedN` to those of the baseline; None without pairs."""
-    gaps = []
-    for path in sorted((folder / name).glob("seed*")):
-        base = folder / BASELINE / path.name
-        if finished_state(path) is not None and finished_state(base) is not None:
-            own, expected = (load_run(each).last_validation for each in (path, base))
-            if own is not None and expected is not None:
-                gaps.append((own.loss - expected.loss) / expected.loss)
+def last_losses(folder: Path) -> dict[str, float]:
+    """The last validation losses of whole runs `FOLDER/seedN` that are done, by the names of their folders."""
+    done = [load_run(path) for path in sorted(folder.glob("seed*")) if finished_state(path) is not None]
+    return {run.folder.name: run.last_validation.loss for run in done if run.last_validation is not None}
+
+
+def full_gap(base: Mapping[str, float], runs: Mapping[str, float]) -> Optional[Interval]:
+    """Gap at the end of whole runs to those of the baseline; None without pairs."""
+    gaps = [(loss - base[name]) / base[name] for name, loss in runs.items() if name in base]
     return mean_interval(gaps) if gaps else None

@@ -11,6 +11,7 @@ import numpy as np
 
 from megafp8.analysis.pairing import Pair
 from megafp8.analysis.runs import LoadedRun
+from megafp8.metrics.records import VALID
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -165,10 +166,23 @@ def relative_gap(base: LoadedRun, run: LoadedRun) -> tuple[np.ndarray, np.ndarra
 
 def validation_gap(base: LoadedRun, run: LoadedRun) -> tuple[np.ndarray, np.ndarray]:
     """`relative_gap` of the validation losses, at the steps where both runs were validated."""
-    base_losses = {record.step: record.loss for record in base.evals_of("valid")}
-    common = [record for record in run.evals_of("valid") if record.step in base_losses]
-    gaps = [(record.loss - base_losses[record.step]) / base_losses[record.step] for record in common]
-    return np.array([record.consumed_tokens for record in common], dtype=np.float64), np.array(gaps)
+    gaps = validation_gaps(base, run)
+    tokens = [record.consumed_tokens for record in run.evals_of(VALID) if record.step in gaps]
+    return np.array(tokens, dtype=np.float64), np.array(list(gaps.values()))
+
+
+def validation_gaps(base: LoadedRun, run: LoadedRun, split: str = VALID) -> dict[int, float]:
+    """Gaps of a run's validation losses to the baseline's, by step.
+
+    Args:
+        split: of the run's; the baseline's are those of its own precision.
+    """
+    expected = {record.step: record.loss for record in base.evals_of(VALID)}
+    return {
+        record.step: (record.loss - expected[record.step]) / expected[record.step]
+        for record in run.evals_of(split)
+        if record.step in expected
+    }
 
 
 def validation_losses(run: LoadedRun) -> tuple[np.ndarray, np.ndarray]:

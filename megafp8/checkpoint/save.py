@@ -244,7 +244,7 @@ def prepare_save(
 
     def make_folder() -> None:
         rank, size = dist.get_rank(), local_world_size() if is_divided else len(by_rank)
-        if makes_folder(is_divided):
+        if is_first_rank(is_divided):
             num_bytes = sum(num_bytes for num_bytes, _ in by_rank[rank : rank + size])
             directory.make_unfinished_folder(folder, progress.step, num_bytes)
         if rank == 0:
@@ -265,8 +265,8 @@ def prepare_save(
     return PreparedSave(folder, keep, progress, writer, last, planner, is_divided)
 
 
-def makes_folder(is_divided: bool) -> bool:
-    """Whether this rank makes and removes the folder that is written to: one does, or one of each machine."""
+def is_first_rank(is_divided: bool) -> bool:
+    """Whether this rank makes and removes the folder that is written to: rank 0, or the first one of each machine."""
     return dist.get_rank() == 0 or (is_divided and local_rank() == 0)
 
 
@@ -351,7 +351,7 @@ def save_errors(folder: Path, step: int, is_divided: bool = False) -> Iterator[N
         raise
     except (Exception, CheckpointException) as error:  # CheckpointException derives from BaseException
         raise_peer_lost(error)
-        if makes_folder(is_divided):
+        if is_first_rank(is_divided):
             shutil.rmtree(directory.unfinished_path(folder, step), ignore_errors=True)
         raise CheckpointError(f"step {step} cannot be saved to {folder}: {error_text(error)}") from error
 

@@ -385,9 +385,11 @@ def run_forks(
         todo, options.parallel, gpus, length, lambda outcome: discard_weights(outcome.run) if outcome.is_done else None,
         starts, (NumericsError.exit_status,),
     )  # fmt: skip
+    if of_forks == PREEMPTED:
+        return of_forks
     status = status or of_forks
-    if of_forks == PREEMPTED or options.no_report:
-        return of_forks if of_forks == PREEMPTED else status
+    if options.no_report:
+        return status
     from megafp8.analysis import forks_page
 
     try:

@@ -9,9 +9,9 @@ from typing import Any, Optional
 
 from megafp8.checkpoint.directory import Retention, clean_up, complete_steps
 from megafp8.checkpoint.object_copies import NUM_LOCAL, BackgroundUpload, Machines, object_copies
+from megafp8.checkpoint.save import is_first_rank
 from megafp8.config.schema import CheckpointConfig, RunConfig
 from megafp8.device.collective_errors import call_on_all_ranks, call_on_rank_0, rank_and_size
-from megafp8.device.platform import local_rank
 from megafp8.errors import CheckpointError, ConfigError, Megafp8Error
 from megafp8.metrics.records import EventRecord
 from megafp8.metrics.sinks import Sinks
@@ -43,7 +43,7 @@ class CheckpointUploads:
         self.is_divided = self._machines is not None
         if self.is_divided:
             check_divided(run.config)
-        if self.is_used and (run.rank_position.rank == 0 or (self.is_divided and local_rank() == 0)):
+        if self.is_used and is_first_rank(self.is_divided):
             copies = object_copies(self._folder)
             assert copies is not None
             if run.rank_position.rank != 0:
@@ -119,8 +119,7 @@ def find_machines(folder: Path) -> Optional[Machines]:
     Raises:
         CheckpointError: on all ranks: some machines share the cache, others do not.
     """
-    rank = rank_and_size()[0]
-    is_first = rank == 0 or local_rank() == 0
+    rank, is_first = rank_and_size()[0], is_first_rank(is_divided=True)
     first_ranks = [each for each in call_on_all_ranks(lambda: rank if is_first else None) if each is not None]
     if len(first_ranks) == 1:
         return None

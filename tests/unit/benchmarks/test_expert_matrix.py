@@ -66,7 +66,7 @@ def test_shards_take_every_block_once_and_resume(tmp_path: Path, monkeypatch: py
 
 
 def test_rows_are_appended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the benchmark that measures, which would otherwise begin its file anew."""
+    """By the benchmark that measures, which otherwise empties its file."""
     path = tmp_path / "rows"
     path.write_text('{"before": 1}\n')
 
