@@ -2,8 +2,9 @@
 
 For every token, `linear_qkv` returns G groups of R queries, a key and a value, each a head of D numbers. megatron-core
 slices and copies them, rotates tensor by tensor, and concatenates their gradients. Here one kernel reads the heads of a
-token once and writes queries, keys and values in the layout of attention. In the backward pass one kernel rotates by
-the opposite angles and writes the joined gradient. Both read and write each number once.
+token once and writes queries, keys and values in the layout of attention: token by token of all sequences, or sequence
+by sequence where documents are packed. In the backward pass one kernel rotates by the opposite angles and writes the
+joined gradient. Both read and write each number once.
 
     (y1, y2) = (x1 cos - x2 sin, x2 cos + x1 sin)      x1, x2: first and second half of a head
 
@@ -50,20 +51,25 @@ def larger(largest, x1, x2):
 
 @triton.jit
 def split_and_rotate_kernel(
-    joined, angles, queries, keys, values, tokens, batch, groups, per_group, HALF: tl.constexpr, TOKENS: tl.constexpr,
-    GROUPS: tl.constexpr,
+    joined, angles, queries, keys, values, tokens, batch, next_token, next_sequence, groups, per_group,
+    HALF: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """joined [S, B, G, R + 2, D] to queries [S, B, G, R, D], keys and values [S, B, G, D]."""
+    """joined [S, B, G, R + 2, D] to queries [S, B, G, R, D], keys and values [S, B, G, D].
+
+    In these three, token s of sequence b is number s * next_token + b * next_sequence.
+    """
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     mask = (token < tokens)[:, None]
     cos, sin = angles_of(angles, token, mask, batch, HALF)
+    places = (token // batch) * next_token + (token % batch) * next_sequence
     d = tl.arange(0, HALF)[None, :]
     for index in range(GROUPS):
         # int64: offsets may exceed 2^31.
         group = token.to(tl.int64) * groups + (tl.program_id(1) * GROUPS + index)
         source = joined + (group * (per_group + 2) * (2 * HALF))[:, None] + d
-        query = queries + (group * per_group * (2 * HALF))[:, None] + d
-        other = (group * (2 * HALF))[:, None] + d
+        place = places.to(tl.int64) * groups + (tl.program_id(1) * GROUPS + index)
+        query = queries + (place * per_group * (2 * HALF))[:, None] + d
+        other = (place * (2 * HALF))[:, None] + d
         key = source + per_group * (2 * HALF)
         k1 = tl.load(key, mask=mask).to(tl.float32)
         k2 = tl.load(key + HALF, mask=mask).to(tl.float32)
@@ -84,8 +90,8 @@ def split_and_rotate_kernel(
 
 @triton.jit
 def rotate_back_and_join_kernel(
-    joined, angles, queries, keys, values, amax, tokens, batch, groups, per_group, HALF: tl.constexpr,
-    TOKENS: tl.constexpr, GROUPS: tl.constexpr,
+    joined, angles, queries, keys, values, amax, tokens, batch, next_token, next_sequence, groups, per_group,
+    HALF: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of queries, keys and values to the joined gradient, rotated by the opposite angles.
 
@@ -94,14 +100,16 @@ def rotate_back_and_join_kernel(
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     mask = (token < tokens)[:, None]
     cos, sin = angles_of(angles, token, mask, batch, HALF)
+    places = (token // batch) * next_token + (token % batch) * next_sequence
     d = tl.arange(0, HALF)[None, :]
     largest = tl.zeros([TOKENS, HALF], tl.float32)
     for index in range(GROUPS):
         # int64: offsets may exceed 2^31.
         group = token.to(tl.int64) * groups + (tl.program_id(1) * GROUPS + index)
         target = joined + (group * (per_group + 2) * (2 * HALF))[:, None] + d
-        query = queries + (group * per_group * (2 * HALF))[:, None] + d
-        other = (group * (2 * HALF))[:, None] + d
+        place = places.to(tl.int64) * groups + (tl.program_id(1) * GROUPS + index)
+        query = queries + (place * per_group * (2 * HALF))[:, None] + d
+        other = (place * (2 * HALF))[:, None] + d
         k1 = tl.load(keys + other, mask=mask).to(tl.float32)
         k2 = tl.load(keys + other + HALF, mask=mask).to(tl.float32)
         v1 = tl.load(values + other, mask=mask)
@@ -134,57 +142,66 @@ class SplitAndRotate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, joined: Tensor, angles: Tensor, heads: int, groups: int, records_amax: bool
+        ctx: Any, joined: Tensor, angles: Tensor, heads: int, groups: int, is_packed: bool, records_amax: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         length, batch, width = joined.shape
         dim = width // (heads + 2 * groups)
         ctx.save_for_backward(angles)
-        ctx.sizes, ctx.records_amax = (heads, groups), records_amax
-        queries, keys, values = (joined.new_empty(length, batch, count, dim) for count in (heads, groups, groups))
-        launch(split_and_rotate_kernel, joined.contiguous(), angles, queries, keys, values)
-        return queries, keys, values
+        ctx.sizes, ctx.is_packed, ctx.records_amax = (heads, groups), is_packed, records_amax
+        outer = (batch, length) if is_packed else (length, batch)
+        parts = [joined.new_empty(*outer, count, dim) for count in (heads, groups, groups)]
+        parts = [part.transpose(0, 1) for part in parts] if is_packed else parts
+        launch(split_and_rotate_kernel, joined.contiguous(), angles, *parts, is_packed=is_packed)
+        return parts[0], parts[1], parts[2]
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Optional[Tensor], ...]:
         (angles,) = ctx.saved_tensors
         heads, groups = ctx.sizes
-        queries, keys, values = (gradient.contiguous() for gradient in gradients)
+        queries, keys, values = (in_order(gradient, ctx.is_packed) for gradient in gradients)
         length, batch, _, dim = queries.shape
         joined = queries.new_empty(length, batch, (heads + 2 * groups) * dim)
         amax = joined.new_zeros(1, dtype=torch.float32) if ctx.records_amax else None
-        launch(rotate_back_and_join_kernel, joined, angles, queries, keys, values, amax)
+        launch(rotate_back_and_join_kernel, joined, angles, queries, keys, values, amax, is_packed=ctx.is_packed)
         if amax is not None:
             annotate(joined, "amax", amax)
-        return joined, None, None, None, None
+        return joined, None, None, None, None, None
+
+
+def in_order(tensor: Tensor, is_packed: bool) -> Tensor:
+    """A tensor [S, B, heads, D] whose memory has one sequence after the other, or is contiguous."""
+    return tensor.transpose(0, 1).contiguous().transpose(0, 1) if is_packed else tensor.contiguous()
 
 
 def launch(
     kernel: Any, joined: Tensor, angles: Tensor, queries: Tensor, keys: Tensor, values: Tensor,
-    *amax: Optional[Tensor],
+    *amax: Optional[Tensor], is_packed: bool = False,
 ) -> None:  # fmt: skip
     """Launch a kernel on all tokens; the backward kernel also takes `amax`, FP32 [1] or None."""
     length, batch, heads, dim = queries.shape
     groups = keys.shape[2]
     groups_of_program = math.gcd(groups, GROUPS)
     grid = (triton.cdiv(length * batch, TOKENS), groups // groups_of_program)
+    next_token, next_sequence = (1, length) if is_packed else (batch, 1)
     kernel[grid](
-        joined, angles, queries, keys, values, *amax, length * batch, batch, groups, heads // groups,
-        HALF=dim // 2, TOKENS=TOKENS, GROUPS=groups_of_program, num_warps=NUM_WARPS,
+        joined, angles, queries, keys, values, *amax, length * batch, batch, next_token, next_sequence, groups,
+        heads // groups, HALF=dim // 2, TOKENS=TOKENS, GROUPS=groups_of_program, num_warps=NUM_WARPS,
     )  # fmt: skip
 
 
 def split_and_rotate(
-    joined: Tensor, angles: Tensor, heads: int, groups: int, records_amax: bool = False
+    joined: Tensor, angles: Tensor, heads: int, groups: int, is_packed: bool = False, records_amax: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split into queries, keys and values, all contiguous, and rotate queries and keys.
+    """Split into queries, keys and values and rotate queries and keys.
 
     Args:
         joined: [S, B, (heads + 2 groups) D], BF16, FP16 or FP32: in each group its queries, then a key and a value.
         angles: FP32 [S, ..., D] of S D numbers, whose second half repeats the first.
         heads: queries of a token, a multiple of `groups`.
+        is_packed: the memory of the results has one sequence after the other, as kernels for documents take them.
         records_amax: annotate the gradient of `joined` with its amax.
 
     Returns:
-        [S, B, heads, D], [S, B, groups, D] and [S, B, groups, D] in the dtype of `joined`.
+        [S, B, heads, D], [S, B, groups, D] and [S, B, groups, D] in the dtype of `joined`; contiguous if not packed.
     """
-    return SplitAndRotate.apply(joined, angles, heads, groups, records_amax)
+    return SplitAndRotate.apply(joined, angles, heads, groups, is_packed, records_amax)

@@ -60,7 +60,7 @@ def attend_packed(attend: Kernel, query: Tensor, key: Tensor, value: Tensor, end
     length, batch_size = query.shape[:2]
     borders = Borders(ends, length)  # not the longest document, so that kernels are planned once
     output = attend(packed(query), packed(key), packed(value), borders, borders)
-    return output.view(batch_size, length, -1).transpose(0, 1).contiguous()
+    return packed(output.view(batch_size, length, -1)).view(length, batch_size, -1)
 
 
 def attend_exchanged(
@@ -103,8 +103,13 @@ def attend_gathered(
 
 
 def packed(tensor: Tensor) -> Tensor:
-    """The sequences of (S, B, ...) one after the other: (B * S, ...)."""
-    return tensor.transpose(0, 1).reshape(-1, *tensor.shape[2:])
+    """The sequences of (S, B, ...) one after the other: (B * S, ...). The same takes (B, S, ...) back to (S * B, ...)."""
+    swapped = tensor.transpose(0, 1)
+    if not swapped.is_contiguous() and tensor.is_cuda and tensor.is_floating_point():
+        from megafp8.kernels.swap import swap  # needs triton, which machines without a GPU may lack
+
+        swapped = swap(tensor)
+    return swapped.reshape(-1, *tensor.shape[2:])
 
 
 def cut(ends: Tensor, length: int, start: int, end: int) -> Borders:

@@ -144,7 +144,7 @@ def test_a_recorded_amax_saves_a_pass_with_equal_codes(monkeypatch: pytest.Monke
     for notes_amax in (False, True):
         with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
             joined = linear(inputs)
-        parts = split_and_rotate(joined, angles, heads, groups, notes_amax)
+        parts = split_and_rotate(joined, angles, heads, groups, records_amax=notes_amax)
         passes.clear()
         found.append(torch.autograd.grad(parts, (inputs, linear.weight), gradients))
         assert len(passes) == (not notes_amax)

@@ -49,15 +49,16 @@ def by_slices(joined: Tensor, angles: Tensor, heads: int, groups: int) -> tuple[
     return rotated(queries), rotated(parts[..., -2, :]), parts[..., -1, :]
 
 
+@pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize(("heads", "groups", "dim"), [(4, 4, 64), (8, 2, 32), (20, 20, 16), (6, 1, 128)])
-def test_forward_and_backward_against_slices(heads: int, groups: int, dim: int) -> None:
+def test_forward_and_backward_against_slices(heads: int, groups: int, dim: int, is_packed: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     joined = torch.randn(LENGTH, BATCH, (heads + 2 * groups) * dim, generator=generator).to(DEVICE)
     slow, fast = joined.clone().requires_grad_(), joined.clone().requires_grad_()
     angles = angles_of(LENGTH, dim)
-    expected, found = by_slices(slow, angles, heads, groups), split_and_rotate(fast, angles, heads, groups)
+    expected, found = by_slices(slow, angles, heads, groups), split_and_rotate(fast, angles, heads, groups, is_packed)
     for one, other in zip(found, expected, strict=True):
-        assert one.is_contiguous()
+        assert (one.transpose(0, 1) if is_packed else one).is_contiguous()
         torch.testing.assert_close(one.double(), other, rtol=1e-6, atol=1e-6)
     weights = [torch.randn(part.shape, generator=generator).to(DEVICE) for part in expected]
     sum((part * weight).sum() for part, weight in zip(expected, weights, strict=True)).backward()
@@ -81,7 +82,7 @@ def joined_gradient(gradients: list[Tensor], notes_amax: bool) -> Tensor:
     """As the preceding linear receives it."""
     length = len(gradients[0])
     joined = torch.zeros(length, BATCH, (HEADS + 2 * GROUPS) * DIM, device=DEVICE).bfloat16().requires_grad_()
-    parts = split_and_rotate(joined, angles_of(length, DIM), HEADS, GROUPS, notes_amax)
+    parts = split_and_rotate(joined, angles_of(length, DIM), HEADS, GROUPS, records_amax=notes_amax)
     return torch.autograd.grad(parts, joined, gradients)[0]
 
 

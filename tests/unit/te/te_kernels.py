@@ -127,6 +127,6 @@ class Linear(torch.autograd.Function):
 inputs, angles = torch.zeros(64, 2, 384, requires_grad=True), torch.zeros(64, 1, 1, 128)
 for notes_amax in (True, False):
     found.clear()
-    torch.cat(split_and_rotate(Linear.apply(inputs), angles, 1, 1, notes_amax)).sum().backward()
+    torch.cat(split_and_rotate(Linear.apply(inputs), angles, 1, 1, records_amax=notes_amax)).sum().backward()
     (amaxes,) = found
     assert amaxes.dtype == torch.float32 and amaxes.shape == (1,) if notes_amax else amaxes == "a pass"
