@@ -152,12 +152,6 @@ def uses_cuda_graph(config: RunConfig) -> bool:
     return config.training.cuda_graph_impl == "local"
 
 
-def cp_exchange(config: RunConfig) -> str:
-    """`--cp-comm-type`, but all-gathers in place of a ring where attention stays within documents."""
-    comm_type = config.parallel.cp_comm_type
-    return "allgather" if config.data.reset_attention_mask and comm_type == "p2p" else comm_type
-
-
 def has_dropout(model: ModelConfig) -> bool:
     """Whether training steps draw random numbers for dropout."""
     return model.attention_dropout > 0 or model.hidden_dropout > 0

@@ -37,6 +37,25 @@ def num_query_groups(model: ModelConfig) -> int:
     return model.num_query_groups if model.group_query_attention else model.num_attention_heads
 
 
+def divides_heads(config: RunConfig, context_ranks: int) -> bool:
+    """Whether context-parallel ranks can each have all tokens of some key-value heads of a tensor-parallel rank."""
+    return num_query_groups(config.model) % (config.parallel.tensor_model_parallel_size * context_ranks) == 0
+
+
+def cp_exchange(config: RunConfig) -> str:
+    """`--cp-comm-type`, but no ring where attention stays within documents, which it would need padded.
+
+    In its place heads are exchanged, where ranks divide them: steps are a tenth shorter than where keys and values are
+    gathered (benchmarks/results/attention.md). Deterministic kernels need less memory with the latter.
+    """
+    parallel, model = config.parallel, config.model
+    if not config.data.reset_attention_mask or parallel.cp_comm_type != "p2p":
+        return parallel.cp_comm_type
+    is_divided = model.num_attention_heads is not None and divides_heads(config, parallel.context_parallel_size)
+    is_plain = model.softmax_type == "vanilla" and not config.precision.deterministic_mode
+    return "a2a" if is_divided and is_plain else "allgather"
+
+
 def query_projection_size(model: ModelConfig) -> int:
     """Channels of all query heads, which is the width of the output of attention."""
     assert model.num_attention_heads is not None

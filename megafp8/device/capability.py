@@ -362,7 +362,7 @@ def deterministic_attention_problems(config: RunConfig, target: Target) -> list[
         return []
     # Context-parallel ranks divide the heads, or each has two pieces of the queries.
     context = parallel.context_parallel_size
-    pieces = context if parallel.cp_comm_type == "a2a" or context == 1 else 2 * context
+    pieces = context if context == 1 or dimensions.cp_exchange(config) == "a2a" else 2 * context
     products = batch_size * heads * length**2 // (parallel.tensor_model_parallel_size * pieces)
     if products < MAX_DETERMINISTIC_PRODUCTS:
         return []

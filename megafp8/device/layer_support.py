@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from megafp8.config import derived, mixture, precision_map
+from megafp8.config import derived, dimensions, mixture, precision_map
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.grouped_experts import grouped_expert_problems, one_launch_suggestion
 from megafp8.config.layer_backends import LayerBackend
@@ -244,15 +244,15 @@ def context_parallel_attention_problems(config: RunConfig) -> list[str]:
     if config.data.reset_attention_mask:  # by `te/packed_sequences.py`
         dropout = f"--attention-dropout {model.attention_dropout}"
         options = (
-            ("--reset-attention-mask", True, ("p2p", "allgather", "a2a")),
-            (f"--reset-attention-mask and {softmax}", is_special, ("p2p", "allgather")),
+            ("--reset-attention-mask", True, ("allgather", "a2a")),
+            (f"--reset-attention-mask and {softmax}", is_special, ("allgather",)),
             (f"--reset-attention-mask and {dropout}", model.attention_dropout > 0, ("a2a",)),
         )
     return [
         f"{flag} with --context-parallel-size {parallel.context_parallel_size}: Transformer Engine needs "
         f"--cp-comm-type {' or '.join(known)}, not {parallel.cp_comm_type}"
         for flag, is_given, known in options
-        if is_given and parallel.context_parallel_size > 1 and parallel.cp_comm_type not in known
+        if is_given and parallel.context_parallel_size > 1 and dimensions.cp_exchange(config) not in known
     ]
 
 

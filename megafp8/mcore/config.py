@@ -308,7 +308,7 @@ def parallel_fields(config: RunConfig) -> dict[str, Any]:
         "pipeline_model_parallel_layout": layer_layout(parallel),
         "microbatch_group_size_per_vp_stage": parallel.microbatch_group_size_per_virtual_pipeline_stage,
         "context_parallel_size": parallel.context_parallel_size,
-        "cp_comm_type": parallel.cp_comm_type,
+        "cp_comm_type": dimensions.cp_exchange(config),
         "hierarchical_context_parallel_sizes": list(parallel.hierarchical_context_parallel_sizes) or None,
         # Example scripts always give the flag; with one tensor-parallel rank it has no effect.
         "sequence_parallel": parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1,

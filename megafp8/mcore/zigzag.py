@@ -28,7 +28,7 @@ def to_sequence(tokens: Tensor, size: int) -> Tensor:
 def to_ranks(tokens: Tensor, size: int) -> Tensor:
     """The inverse: of tokens (S, ...) in the order of the sequence, those of each rank (size, S / size, ...)."""
     pieces = tokens.chunk(2 * size)
-    return torch.stack([torch.cat((pieces[rank], pieces[-1 - rank])) for rank in range(size)])
+    return torch.cat([pieces[number] for rank in range(size) for number in (rank, -1 - rank)]).unflatten(0, (size, -1))
 
 
 def gathered(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:

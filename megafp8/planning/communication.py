@@ -178,7 +178,7 @@ def context_parallel_traffic(run: PlannedRun) -> tuple[float, float, float]:
     query, kv = dimensions.query_projection_size(model), dimensions.kv_projection_size(model)
     if latent_attention.is_latent(model):  # the mean of keys and values
         query = kv = int(latent_attention.mean_channels(model))
-    comm_type = derived.cp_exchange(run.config)
+    comm_type = dimensions.cp_exchange(run.config)
     if comm_type in ("p2p", "allgather"):
         kv_bytes = BF16_BYTES * run.tokens * 2 * kv // run.tensor
         ring_s = (group.size - 1) * send_s(run, group, kv_bytes)

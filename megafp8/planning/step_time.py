@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Optional
 
-from megafp8.config import derived, iterations, mixture, model_shapes, multi_token, precision_map, stages
+from megafp8.config import derived, dimensions, iterations, mixture, model_shapes, multi_token, precision_map, stages
 from megafp8.config.fused_adam import fused_adam_problem
 from megafp8.config.muon import is_muon
 from megafp8.planning import communication, compute
@@ -268,7 +268,7 @@ def layer_time(
     forward, backward = (each(run, recipe, has_experts) for each in (compute.forward_time, compute.backward_time))
     traffic = communication.tensor_parallel_traffic(run, recipe, has_experts)
     ring_forward_s, ring_backward_s, _ = communication.context_parallel_traffic(run)
-    is_ring = derived.cp_exchange(run.config) == "p2p"
+    is_ring = dimensions.cp_exchange(run.config) == "p2p"
     experts = experts_time(run, recipe) if has_experts else None
     if experts is not None:
         forward, backward = forward.plus(experts.forward), backward.plus(experts.backward)

@@ -476,7 +476,7 @@ def layer_activations(config: RunConfig, *, implementation: LayerBackend = TRANS
     residual = _residual_elements(config)
     query = tokens * dimensions.query_projection_size(model) // tp
     kv = tokens * dimensions.kv_projection_size(model) // tp
-    is_gathered = config.data.reset_attention_mask and derived.cp_exchange(config) == "allgather"
+    is_gathered = config.data.reset_attention_mask and dimensions.cp_exchange(config) == "allgather"
     if is_gathered and parallel.context_parallel_size > 1 and not implementation.has_torch_attention:
         # For one piece of the queries the keys up to its end, and for the other one those up to that of its own.
         kv = kv * (2 * parallel.context_parallel_size + 1) // 2

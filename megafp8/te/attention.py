@@ -39,7 +39,8 @@ class RotarySelfAttention(SelfAttention):
         assert self.angles is not None and self.angles.shape[0] == hidden_states.shape[0] * num_gathered
         joined, _ = self.linear_qkv(hidden_states)
         heads, groups = self.num_attention_heads_per_partition, self.num_query_groups_per_partition
-        is_packed = isinstance(self.core_attention, DocumentAttention)
+        attention = self.core_attention
+        is_packed = isinstance(attention, DocumentAttention) and attention.context_group.size() == 1
         return split_and_rotate(joined, self.angles, heads, groups, is_packed, self.records_amax)
 
 

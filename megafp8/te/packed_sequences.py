@@ -71,14 +71,16 @@ def attend_exchanged(
     Args:
         ends: the borders of documents in the complete sequences.
     """
-    size = group.size()
+    size, (length, batch_size) = group.size(), query.shape[:2]
 
     def to_heads(tensor: Tensor) -> Tensor:
-        heads_of_ranks = torch.stack(tensor.chunk(size, dim=2))
-        return to_sequence(all_to_all(group, heads_of_ranks).flatten(0, 1), size)
+        heads_of_ranks = swapped(tensor.reshape(length * batch_size, size, -1))
+        received = all_to_all(group, heads_of_ranks).view(size * length, batch_size, -1, tensor.shape[-1])
+        return to_sequence(received, size)
 
     output = attend_packed(attend, to_heads(query), to_heads(key), to_heads(value), ends)
-    return torch.cat(all_to_all(group, to_ranks(output, size)).unbind(), dim=-1)
+    received = all_to_all(group, to_ranks(output, size)).view(size, length * batch_size, -1)
+    return swapped(received).view(length, batch_size, -1)
 
 
 def attend_gathered(
@@ -103,13 +105,18 @@ def attend_gathered(
 
 
 def packed(tensor: Tensor) -> Tensor:
-    """The sequences of (S, B, ...) one after the other: (B * S, ...). The same takes (B, S, ...) back to (S * B, ...)."""
-    swapped = tensor.transpose(0, 1)
-    if not swapped.is_contiguous() and tensor.is_cuda and tensor.is_floating_point():
-        from megafp8.kernels.swap import swap  # needs triton, which machines without a GPU may lack
+    """The sequences of (S, B, ...) one after the other, (B * S, ...), or of (B, S, ...) token by token."""
+    return swapped(tensor).flatten(0, 1)
 
-        swapped = swap(tensor)
-    return swapped.reshape(-1, *tensor.shape[2:])
+
+def swapped(tensor: Tensor) -> Tensor:
+    """(A, B, ...) as a contiguous (B, A, ...), without a copy where it has that order in memory."""
+    view = tensor.transpose(0, 1)
+    if view.is_contiguous() or not (tensor.is_cuda and tensor.is_floating_point()):
+        return view.contiguous()
+    from megafp8.kernels.swap import swap  # (needs triton, which machines without a GPU may lack)
+
+    return swap(tensor)
 
 
 def cut(ends: Tensor, length: int, start: int, end: int) -> Borders:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -94,3 +97,33 @@ def test_other_states_use_transformer_engine() -> None:
     assert patches.deserialize_tensors(None) is None
     assert patches.deserialize_tensors(torch.empty(0, dtype=torch.uint8)) is None
     assert patches.deserialize_tensors(torch.frombuffer(bytearray(b"\x80\x04N."), dtype=torch.uint8)) is None
+
+
+def test_packed_attention_is_written_once() -> None:
+    """Transformer Engine zeroes the output or the gradients, and without its zeros the results are the same."""
+    zeroed = []
+
+    class Recording(patches.WithoutZeros):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            if func in (torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar) and args[0].dim() == 3:
+                zeroed.append(args[0].fill_(float("nan")))
+            return result
+
+    attention = te.DotProductAttention(4, 64, attention_dropout=0.0, qkv_format="thd", attn_mask_type="padding_causal")
+    ends = torch.tensor([0, 100, 101, 256, 256], dtype=torch.int32, device="cuda")
+    generator = torch.Generator("cuda").manual_seed(0)
+    *leaves, weights = (torch.randn(256, 4, 64, device="cuda", generator=generator).bfloat16() for _ in range(4))
+
+    def result(mode: type) -> list[torch.Tensor]:
+        query, key, value = (leaf.clone().requires_grad_() for leaf in leaves)
+        with patch.object(patches, "WithoutZeros", mode):
+            output = attention(
+                query, key, value, cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=256, max_seqlen_kv=256
+            )
+            return [output, *torch.autograd.grad(output, (query, key, value), weights.flatten(1))]
+
+    found, expected = result(Recording), result(contextlib.nullcontext)
+    assert zeroed, "Transformer Engine writes no zeros: the patch can go"
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)

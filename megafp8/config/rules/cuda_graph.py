@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megafp8.config import derived, multi_token
+from megafp8.config import derived, dimensions, multi_token
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.features import given_flags
 from megafp8.config.fused_adam import fused_adam_problem
@@ -148,7 +148,7 @@ def _expert_problems(config: RunConfig) -> Checks:
 def _rank_problems(config: RunConfig) -> Checks:
     """Communication between ranks."""
     parallel, tensor = config.parallel, config.parallel.tensor_model_parallel_size
-    is_ring = parallel.context_parallel_size > 2 and "p2p" in derived.cp_exchange(config)
+    is_ring = parallel.context_parallel_size > 2 and "p2p" in dimensions.cp_exchange(config)
     for are_separate, what, fix in (
         (is_interleaved(config), "virtual pipeline stages", "leave out the virtual stages"),
         (is_ring, f"--context-parallel-size {parallel.context_parallel_size}", "use --cp-comm-type allgather or a2a"),

@@ -101,7 +101,7 @@ def context_exchange_divides_heads(config: RunConfig, world_size: int) -> Iterat
     if parallel.cp_comm_type == "a2a+p2p":
         ranks = max((1, *parallel.hierarchical_context_parallel_sizes[:1]))
     groups = dimensions.num_query_groups(config.model)
-    if groups % (tp * ranks):
+    if not dimensions.divides_heads(config, ranks):
         yield (
             f"--cp-comm-type {parallel.cp_comm_type} distributes key-value heads over tensor x context ranks, but "
             f"{groups} heads are not divisible by {tp} x {ranks} = {tp * ranks}: use --cp-comm-type p2p, or change the "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megafp8.config import derived, iterations, lr_schedule, precision_map
+from megafp8.config import derived, dimensions, iterations, lr_schedule, precision_map
 from megafp8.config.expert_layers import has_capacity, is_mixture
 from megafp8.config.features import given_flags
 from megafp8.config.layer_backends import LayerBackend
@@ -244,10 +244,10 @@ def _unused_setting_warnings(config: RunConfig, implementation: LayerBackend) ->
             "attention is computed by torch; its memory grows with the square of --seq-length"
         )
     has_te_ranks = parallel.context_parallel_size > 1 and not implementation.has_torch_attention
-    if has_te_ranks and derived.cp_exchange(config) != parallel.cp_comm_type:
+    if has_te_ranks and (exchange := dimensions.cp_exchange(config)) != parallel.cp_comm_type:
         yield (
-            f"--cp-comm-type {parallel.cp_comm_type} with --reset-attention-mask: keys and values are all-gathered in "
-            "place of the ring, which would need padded documents; --cp-comm-type a2a exchanges heads"
+            f"--cp-comm-type {parallel.cp_comm_type} with --reset-attention-mask: a ring would need padded documents; "
+            f"{exchange} takes its place"
         )
     if parallel.cp_comm_type != "p2p" and implementation.has_torch_attention and parallel.context_parallel_size > 1:
         yield (

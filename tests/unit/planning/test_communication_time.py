@@ -138,9 +138,11 @@ def test_context_parallel_bytes(kind, forward, backward):
 
 def test_documents_have_no_ring():
     context = {"parallel.context_parallel_size": 4, "parallel.cp_comm_type": "p2p"}
-    gathered = communication.context_parallel_traffic(run_of(context | {"parallel.cp_comm_type": "allgather"}))
-    assert communication.context_parallel_traffic(run_of(context | {"data.reset_attention_mask": True})) == gathered
-    assert communication.context_parallel_traffic(run_of(context)) != gathered
+    documents = {"data.reset_attention_mask": True}
+    for exchange, heads in (("a2a", {}), ("allgather", {"model.num_query_groups": 2})):  # four ranks divide 8 heads
+        chosen = communication.context_parallel_traffic(run_of(context | heads | {"parallel.cp_comm_type": exchange}))
+        assert communication.context_parallel_traffic(run_of(context | heads | documents)) == chosen
+        assert communication.context_parallel_traffic(run_of(context | heads)) != chosen
 
 
 def test_reductions_hide_behind_the_backward_pass():

@@ -99,7 +99,7 @@ def test_keys_that_ranks_gather_are_saved_up_to_the_end_of_each_piece():
         return layer_activations(config, implementation=implementation).attention
 
     own = 2 * 2 * SBH / 4  # keys and values of a rank's two of eight pieces; of a rank with pieces 1 and 6, 2 + 7
-    assert attention("p2p") - attention("a2a") == own / 2 * 9 - own
+    assert attention("allgather") - attention("a2a") == own / 2 * 9 - own
     assert attention("p2p", EMULATED) == attention("a2a", EMULATED)
 
 
