@@ -17,9 +17,11 @@ python benchmarks/gpu_attention.py --shapes A B --json FILE
 # Documents of a log-normal length distribution, 2,048 tokens on average
 D="--reset-attention-mask --eod-mask-loss" LAYOUTS="python benchmarks/gpu_layouts.py --document-tokens 2048"
 $LAYOUTS --shape B32k --layouts "1 GPU" "CP 2" "CP 2 a2a" --modes bf16 delayed "bf16 $D" "delayed $D"
-$LAYOUTS --shape B128k --layouts "CP 2" "CP 2 a2a" --modes delayed "delayed $D"
-$LAYOUTS --shape A --layouts "1 GPU" --modes delayed "delayed $D"
-$LAYOUTS --shape B --layouts "1 GPU" --modes delayed "delayed $D"
+$LAYOUTS --shape B128k --layouts "CP 2" --warm-up 2 --steps 4 --modes delayed "delayed $D"
+for shape in A B; do # with 200,000 tokens nearly all sequences are in one document
+    $LAYOUTS --shape $shape --layouts "1 GPU" --steps 20 --modes delayed "delayed $D"
+    $LAYOUTS --shape $shape --layouts "1 GPU" --steps 20 --document-tokens 200000 --modes delayed "delayed $D"
+done
 
 # Loss of FP8 attention at 32,768 tokens
 python benchmarks/long_documents.py runs/long/corpus.jsonl
@@ -30,6 +32,6 @@ megafp8 run-comparison --recipes delayed --variant "fp8-attention=--recipe delay
     --num-attention-heads 4 --kv-channels 128 --ffn-hidden-size 1408 --swiglu --normalization RMSNorm \
     --position-embedding-type rope --rotary-base 500000 --disable-bias-linear --untie-embeddings-and-output-weights \
     --attention-dropout 0 --hidden-dropout 0 --seq-length 32768 --max-position-embeddings 32768 \
-    --micro-batch-size 1 --global-batch-size 4 --train-iters 300 --lr 1e-3 --lr-decay-style cosine \
-    --lr-warmup-iters 30 --bf16 --eval-interval 100 --eval-iters 4 --tokenizer-type ByteLevelTokenizer \
+    --micro-batch-size 1 --global-batch-size 2 --train-iters 200 --lr 1e-3 --lr-decay-style cosine \
+    --lr-warmup-iters 30 --bf16 --eval-interval 100 --eval-iters 8 --tokenizer-type ByteLevelTokenizer \
     --data-path runs/long/code_text_document --split 95,5,0

@@ -211,3 +211,11 @@ def test_settings_that_experts_do_not_read_are_noticed(changes: dict, implementa
     )
     on_te = with_values(RunConfig(), PADDING | {"parallel.moe_expert_kernels": "te"})
     assert not any("--moe-router-padding" in warning for warning in rules.warnings(on_te, TRANSFORMER_ENGINE, 1))
+
+
+def test_fp8_attention_says_what_it_costs() -> None:
+    values = {"precision.fp8_dot_product_attention": True, "precision.fp8_format": "hybrid"}
+    assert any(
+        warning.startswith("--fp8-dot-product-attention costs loss")
+        for warning in rules.warnings(with_values(RunConfig(), values), TRANSFORMER_ENGINE, 1)
+    )
