@@ -29,3 +29,6 @@ $LAYOUTS --layouts "EP 2" --shape M1 --rounds 2 --modes "bf16 $P" "tensorwise-e4
 $LAYOUTS --layouts "EP 2" --shape M1 --skewed --modes "bf16 $P" "tensorwise-e4m3 $P"
 $LAYOUTS --layouts "EP 2" --shape M3 --rounds 2 --modes "bf16 $P" "delayed $P"
 $LAYOUTS --layouts "1 GPU" --shape M2 --modes bf16 delayed
+
+# The matrix: again and again, nine minutes each, until nothing is missing
+python benchmarks/expert_matrix.py --shard 1/1 --json benchmarks/results/experts/matrix.jsonl
