@@ -32,18 +32,18 @@ import os
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Optional
 
 from megafp8.cli import built_in_data
 from megafp8.cli.command_flags import add_flags, argument, float_flag, int_flag, path_flag, switch
 from megafp8.cli.common import TRAINING_SCRIPT, build_command_parser, returns_exit_status
+from megafp8.cli.training_pool import effort_of_forks, share_devices, train, train_forks
 from megafp8.config import flags, iterations, rules, variants
 from megafp8.config.rules.base import Rule
 from megafp8.config.schema import RunConfig
-from megafp8.errors import INTERNAL, PREEMPTED, ConfigError, Megafp8Error, NumericsError
+from megafp8.errors import PREEMPTED, ConfigError, Megafp8Error
 from megafp8.launch.built_in_sizes import (
     COMPARISON_SIZES,
     ComparisonSize,
@@ -51,18 +51,10 @@ from megafp8.launch.built_in_sizes import (
     names_model,
     shared_micro_batch_size,
 )
-from megafp8.launch.compared_runs import discard_partial_checkpoints, run_problems, visible_devices
-from megafp8.launch.forks import (
-    discard_partial_forks,
-    discard_weights,
-    fork_length,
-    fork_steps,
-    has_result,
-    plan_forks,
-)
-from megafp8.launch.process_pool import OUTPUT_FILE, PooledRun, ProcessPool, RunOutcome, training_command
+from megafp8.launch.compared_runs import discard_partial_checkpoints, run_problems
+from megafp8.launch.forks import ForkPlan, plan_forks
+from megafp8.launch.process_pool import PooledRun, training_command
 from megafp8.resilience.run_state import current_state, finished_state
-from megafp8.utils.best_effort import best_effort
 
 DEFAULT_BOUND, DEFAULT_TITLE = 0.5, "Comparison of recipes"
 
@@ -230,106 +222,6 @@ def variants_of(options: argparse.Namespace, shared: RunConfig) -> list[variants
     return chosen
 
 
-def share_devices(parallel: int, ranks: int, num_gpus: int, runs_per_gpu: int = 1) -> tuple[list[str], list[str]]:
-    """Return the GPUs for the concurrent runs, and the flags of every run: without GPUs a share of the cores.
-
-    Raises:
-        ConfigError: there are fewer GPUs than ranks.
-    """
-    if runs_per_gpu > 1 and not num_gpus:
-        raise ConfigError(f"--runs-per-gpu {runs_per_gpu}: this machine has no GPU; give --parallel")
-    if not num_gpus:
-        threads = max(1, len(os.sched_getaffinity(0)) // max(1, parallel * ranks))
-        return [], ["--num-threads", str(threads)]
-    if runs_per_gpu > 1 and ranks > 1:
-        raise ConfigError(f"--runs-per-gpu {runs_per_gpu} is for runs of one rank, not --nproc-per-node {ranks}")
-    if parallel * ranks > num_gpus * runs_per_gpu:
-        raise ConfigError(
-            f"--parallel {parallel} with --nproc-per-node {ranks} takes {parallel * ranks} GPUs; there are {num_gpus}"
-            + (f", with --runs-per-gpu {runs_per_gpu}" if runs_per_gpu > 1 else "")
-        )
-    # A GPU once for each of its runs, all GPUs before a second run on one.
-    return (visible_devices(num_gpus) * runs_per_gpu)[: parallel * ranks], []
-
-
-class Display:
-    """Prints a line when a run starts or ends, and a progress bar over all steps on a terminal."""
-
-    def __init__(self, num_runs: int, steps_of_run: int, starts: Mapping[str, int]):
-        from tqdm import tqdm
-
-        self._starts = starts
-        self._steps_of_run, self._num_runs, self._ended = steps_of_run, num_runs, 0
-        self._bar = tqdm(
-            total=num_runs * steps_of_run, unit="step", dynamic_ncols=True, disable=None, smoothing=0.05,
-            bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps [{elapsed}<{remaining}{postfix}]",
-        )  # fmt: skip
-
-    def started(self, run: PooledRun, gpus: Sequence[str]) -> None:
-        """Report that a run started."""
-        self._bar.write(f"started  {run.name}", file=sys.stderr)
-
-    def ended(self, outcome: RunOutcome) -> None:
-        """Report how a run ended."""
-        self._ended += 1
-        head, count = outcome.run.name, f"({self._ended} of {self._num_runs})"
-        if outcome.is_done:
-            self._bar.write(f"done     {head} in {outcome.seconds:.0f} s {count}", file=sys.stderr)
-            return
-        if outcome.is_stopped:
-            self._bar.write(f"stopped  {head} {count}: {outcome.reason}", file=sys.stderr)
-            return
-        text = "\n".join(f"    {line}" for line in outcome.tail.splitlines())
-        log = outcome.run.folder / OUTPUT_FILE
-        self._bar.write(f"FAILED   {head} {count}: {outcome.reason}\n{text}\n    all of it: {log}", file=sys.stderr)
-
-    def stepped(self, steps: Mapping[str, int]) -> None:
-        """Update the bar with the steps of the running runs."""
-        self._bar.set_postfix_str(", ".join(f"{name} {step}" for name, step in steps.items()), refresh=False)
-        done = (max(0, step - self._starts.get(name, 0)) for name, step in steps.items())
-        self._bar.n = self._ended * self._steps_of_run + sum(done)
-        self._bar.refresh()
-
-    def close(self) -> None:
-        """Close the bar."""
-        self._bar.close()
-
-
-def train(
-    runs: Sequence[PooledRun], parallel: int, gpus: Sequence[str], steps_of_run: int,
-    on_end: Callable[[RunOutcome], None] = lambda outcome: None, starts: Mapping[str, int] = MappingProxyType({}),
-    results: Collection[int] = (),
-) -> int:  # fmt: skip
-    """Run what is not done yet; return the exit status of all runs together.
-
-    Args:
-        starts: steps from which runs start that fork, by their names.
-        results: exit statuses of runs that failed with a result.
-    """
-    sys.stdout, sys.stderr = best_effort(sys.stdout), best_effort(sys.stderr)  # the terminal may be closed
-    waiting = [run for run in runs if finished_state(run.folder) is None]
-    if len(waiting) < len(runs):
-        print(f"{len(runs) - len(waiting)} of {len(runs)} runs are done already", file=sys.stderr)
-    display = Display(len(waiting), steps_of_run, starts)
-
-    def ended(outcome: RunOutcome) -> None:
-        display.ended(outcome)
-        on_end(outcome)
-
-    batch = ProcessPool(parallel, gpus, on_start=display.started, on_end=ended, on_steps=display.stepped)
-    try:
-        outcomes = batch.run(waiting)
-    finally:
-        display.close()
-    if batch.is_stopping:
-        print("run_comparison: stopped by a signal; the same command resumes", file=sys.stderr)
-        return PREEMPTED
-    failed = [each.run.name for each in outcomes if not each.is_done and each.exit_status not in results]
-    if failed:
-        print(f"run_comparison: {len(failed)} of {len(runs)} runs are not done: {', '.join(failed)}", file=sys.stderr)
-    return INTERNAL if failed else 0
-
-
 def report(runs: Sequence[PooledRun], options: argparse.Namespace) -> None:
     """Compare the runs that are done, and list the others.
 
@@ -356,39 +248,20 @@ def run_forks(
     device_flags: Sequence[str], size: Optional[ComparisonSize],
 ) -> int:  # fmt: skip
     """Train trunks and forks, and report what switching costs; return the exit status."""
-    trunks, runs = plan_forks(options, shared, variants_of(options, shared), device_flags, TRAINING_SCRIPT, checked)
-    due, trunks_due = ([run for run in part if not has_result(run)] for part in (runs, trunks))
-    length, steps = fork_length(options, shared), fork_steps(options, shared)
-    last_step = steps[-1]
-    num_steps = len(trunks_due) * last_step + len(due) * length
-    text = f"{len(trunks_due)} trunks of {last_step:,} steps and {len(due)} forks of {length}, {num_steps:,} steps"
-    print(f"{text}, {options.parallel} at a time, in {options.output_dir}", file=sys.stderr)
+    plan = ForkPlan(
+        folder=options.output_dir, flags=options.flags, num_seeds=options.seeds, ranks=options.nproc_per_node,
+        steps=options.forks, length=options.fork_length, controls=options.controls,
+    )  # fmt: skip
+    runs = plan_forks(plan, shared, variants_of(options, shared), device_flags, TRAINING_SCRIPT, checked)
+    print(f"{effort_of_forks(runs)}, {options.parallel} at a time, in {options.output_dir}", file=sys.stderr)
     if options.dry_run:
-        print(
-            "\n".join(f"{run.name}: {shlex.join(run.command)}" for run in (*trunks, *runs)) if options.verbose else ""
-        )
+        every = (*runs.trunks, *runs.forks)
+        print("\n".join(f"{run.name}: {shlex.join(run.command)}" for run in every) if options.verbose else "")
         return 0
     if size is not None:
         built_in_data.prepare_data(shared.data, options.output_dir, size.corpus_bytes)
-    discard_partial_forks(runs)
-    status = train(trunks, options.parallel, gpus, last_step)
-    if status == PREEMPTED:
-        return status
-    # Those of a trunk that failed have nothing to fork from.
-    ready = {run.folder.name for run in trunks if finished_state(run.folder) is not None}
-    forks = [run for run in runs if run.folder.name.rpartition("-")[0] in ready]
-    starts = {run.name: int(run.name.rpartition("-step")[2]) for run in forks}
-    todo = [run for run in forks if not has_result(run)]
-    if len(todo) < len(forks):
-        print(f"{len(forks) - len(todo)} of {len(forks)} forks are done already", file=sys.stderr)
-    of_forks = train(
-        todo, options.parallel, gpus, length, lambda outcome: discard_weights(outcome.run) if outcome.is_done else None,
-        starts, (NumericsError.exit_status,),
-    )  # fmt: skip
-    if of_forks == PREEMPTED:
-        return of_forks
-    status = status or of_forks
-    if options.no_report:
+    status = train_forks(runs, options.parallel, gpus)
+    if status == PREEMPTED or options.no_report:
         return status
     from megafp8.analysis import forks_page
 

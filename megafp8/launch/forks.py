@@ -9,12 +9,13 @@ next, and keeps the trunk's schedule of the learning rate. It saves nothing to r
 
 from __future__ import annotations
 
-import argparse
 import math
 import shutil
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple, Optional
 
 from megafp8.checkpoint.directory import checkpoint_path
 from megafp8.config import flags, iterations, rules
@@ -28,16 +29,59 @@ from megafp8.resilience.run_state import current_state, finished_state, has_dive
 
 NUM_VALIDATIONS = 4
 """Of a fork, at equal distances."""
-DEFAULT_FORKS, DEFAULT_LENGTH_PART = (0.25, 0.5, 0.75), 8
+DEFAULT_LENGTH_PART = 8
 
 
-def fork_steps(options: argparse.Namespace, shared: RunConfig) -> list[int]:
+@dataclass(frozen=True, kw_only=True)
+class ForkPlan:
+    """What a comparison by forks asks for.
+
+    Attributes:
+        flags: of all runs.
+        steps: at which others fork, as in 200,400; empty: `num_points` at equal distances.
+        length: of a fork, in steps; None: an eighth of the run.
+        controls: also settings that are known to be worse, and their good forms.
+    """
+
+    folder: Path
+    flags: Sequence[str]
+    num_seeds: int
+    ranks: int = 1
+    steps: str = ""
+    num_points: int = 3
+    length: Optional[int] = None
+    controls: bool = False
+
+    def length_of(self, shared: RunConfig) -> int:
+        """The steps of a fork."""
+        if self.length is not None:
+            return self.length
+        steps = iterations.train_iters(shared, self.ranks) // DEFAULT_LENGTH_PART
+        return max(1, steps // NUM_VALIDATIONS) * NUM_VALIDATIONS
+
+
+class ForkRuns(NamedTuple):
+    """The runs of a comparison by forks.
+
+    Attributes:
+        forks: in the order in which whole sets of recipes become complete.
+        last_step: of a trunk.
+        length: of a fork.
+    """
+
+    trunks: list[PooledRun]
+    forks: list[PooledRun]
+    last_step: int
+    length: int
+
+
+def fork_steps(plan: ForkPlan, shared: RunConfig) -> list[int]:
     """The steps of the trunks at which others fork, ascending.
 
     Raises:
         ConfigError: steps that are none, or a length that does not fit.
     """
-    length, total = fork_length(options, shared), iterations.train_iters(shared, options.nproc_per_node)
+    length, total = plan.length_of(shared), iterations.train_iters(shared, plan.ranks)
     checkpoint, problems = shared.checkpoint, list[str]()
     if length < NUM_VALIDATIONS or length % NUM_VALIDATIONS:
         problems.append(f"--fork-length {length} must be a multiple of {NUM_VALIDATIONS}, the validations of a fork")
@@ -53,8 +97,9 @@ def fork_steps(options: argparse.Namespace, shared: RunConfig) -> list[int]:
         problems.append("--forks needs --train-iters in place of --train-samples: a fork has a number of steps")
     distance = max(1, length // NUM_VALIDATIONS)
     room = total - length
-    defaults = [str(max(1, int(room * part) // distance) * distance) for part in DEFAULT_FORKS]
-    words = options.forks.split(",") if options.forks else list(dict.fromkeys(defaults))
+    parts = (number / (plan.num_points + 1) for number in range(1, plan.num_points + 1))
+    defaults = [str(max(1, int(room * part) // distance) * distance) for part in parts]
+    words = plan.steps.split(",") if plan.steps else list(dict.fromkeys(defaults))
     steps = sorted({int(word) for word in words if word.strip().isdecimal()})
     if len(steps) < len(words):
         problems.append(f"--forks {','.join(words)}: give different steps, as in 200,400,600")
@@ -66,14 +111,6 @@ def fork_steps(options: argparse.Namespace, shared: RunConfig) -> list[int]:
     if problems:
         raise ConfigError(problems)
     return steps
-
-
-def fork_length(options: argparse.Namespace, shared: RunConfig) -> int:
-    """The steps of a fork: an eighth of the run by default."""
-    if options.fork_length is not None:
-        return int(options.fork_length)
-    steps = iterations.train_iters(shared, options.nproc_per_node) // DEFAULT_LENGTH_PART
-    return max(1, steps // NUM_VALIDATIONS) * NUM_VALIDATIONS
 
 
 def compared_variants(chosen: Sequence[Variant], shared: RunConfig, ranks: int) -> list[Variant]:
@@ -94,38 +131,39 @@ def compared_variants(chosen: Sequence[Variant], shared: RunConfig, ranks: int) 
 
 
 def plan_forks(
-    options: argparse.Namespace, shared: RunConfig, chosen: Sequence[Variant], device_flags: Sequence[str],
-    script: Path, checked: tuple[Rule, ...] = rules.ALL_RULES,
-) -> tuple[list[PooledRun], list[PooledRun]]:  # fmt: skip
-    """The trunks, and the forks in the order in which whole sets of recipes become complete.
+    plan: ForkPlan, shared: RunConfig, chosen: Sequence[Variant], device_flags: Sequence[str], script: Path,
+    checked: tuple[Rule, ...] = rules.ALL_RULES,
+) -> ForkRuns:  # fmt: skip
+    """The trunks and the forks.
 
     Args:
+        shared: settings of all runs.
         chosen: the baseline first.
         script: `pretrain_gpt.py`.
 
     Raises:
         ConfigError: everything that is wrong with any of them.
     """
-    steps, ranks, length = fork_steps(options, shared), options.nproc_per_node, fork_length(options, shared)
+    steps, ranks, length = fork_steps(plan, shared), plan.ranks, plan.length_of(shared)
     variants = compared_variants(chosen, shared, ranks)
-    variants += control_variants(shared, ranks) if options.controls else []
+    variants += control_variants(shared, ranks) if plan.controls else []
     counts = Counter(each.name for each in variants)
     if twice := sorted(name for name, count in counts.items() if count > 1):
         raise ConfigError(f"{', '.join(twice)}: named twice, by --controls, too: give the --variant another name")
-    total, folder = iterations.train_iters(shared, ranks), options.output_dir
+    total, folder = iterations.train_iters(shared, ranks), plan.folder
     schedule = () if shared.optimizer.lr_decay_iters is not None else ("--lr-decay-iters", str(total))
     # They are trained first.
     before_trunks = tuple(rule for rule in checked if rule is not rules.paths.checkpoints_to_load_are_there)
     trunks, forks, problems = list[PooledRun](), list[PooledRun](), list[str]()
 
     def planned(name: str, path: Path, *own: str) -> PooledRun:
-        words = [*device_flags, *options.flags, *schedule, *own, "--save", str(path)]
+        words = [*device_flags, *plan.flags, *schedule, *own, "--save", str(path)]
         applied = before_trunks if "--ckpt-step" in own else checked
         # The runs of a recipe have the same problems.
         problems.extend(f"{name.partition('/')[0]}: {text}" for text in run_problems(words, ranks, path, applied))
         return PooledRun(name=name, command=training_command(script, ranks, words), folder=path, gpus=ranks)
 
-    for seed in range(shared.training.seed, shared.training.seed + options.seeds):
+    for seed in range(shared.training.seed, shared.training.seed + plan.num_seeds):
         trunk, of_seed = folder / TRUNKS / f"seed{seed}", ("--seed", str(seed))
         if finished_state(trunk) is not None:
             problems += [
@@ -139,12 +177,12 @@ def plan_forks(
             ends = ("--train-iters", str(step + length), "--eval-interval", str(length // NUM_VALIDATIONS))
             for variant in variants:
                 name = f"{variant.name}/seed{seed}-step{step}"
-                own = (*variant.flags, *of_seed, *start, *ends, *high_precision_flags(variant, options.flags))
+                own = (*variant.flags, *of_seed, *start, *ends, *high_precision_flags(variant, plan.flags))
                 forks.append(planned(name, folder / FORKS / name, *own, "--no-save-optim", "--no-save-rng"))
     problems += other_lengths(folder, length)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    return trunks, forks
+    return ForkRuns(trunks, forks, steps[-1], length)
 
 
 def other_lengths(folder: Path, length: int) -> list[str]:
