@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any, Optional
 
 from megafp8.analysis import stability_statistics
-from megafp8.analysis.seed_statistics import BLIND, CONTROL
-from megafp8.analysis.stability_gaps import BETTER, INDISTINCT, SuiteGap, control_row, spread_row
+from megafp8.analysis.forks import read_forks
+from megafp8.analysis.seed_statistics import BLIND, CONTROL, UNDECIDED
+from megafp8.analysis.stability_gaps import BETTER, INDISTINCT, SuiteGap, compare_losses, control_row, spread_row
 from megafp8.analysis.stability_runs import SuiteRun, load_suite, losses_by_seed, names_of
 from megafp8.analysis.stability_sweep import SweepRow, sweep_rows
 from megafp8.config.variants import BASELINE
+from megafp8.errors import DataError
+from megafp8.recipes.known_bad import KNOWN_BAD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,22 +82,53 @@ def build_report(folder: Path) -> SuiteReport:
     controls, continuation = of_part.get("controls", []), of_part.get("continuation", [])
     base_losses = list(losses_by_seed(pairs, BASELINE).values())
     has_spread = len(base_losses) > 1 and all(map(math.isfinite, base_losses))
+    control_gaps, control_problems = read_controls(folder, info, controls)
     report = SuiteReport(
         info=info,
         runs=tuple(runs),
         spread_fraction=stability_statistics.relative_spread(base_losses) if has_spread else None,
         pairs=tuple(spread_row(pairs, name) for name in names_of(pairs) if name != BASELINE),
         sweep=tuple(sweep_rows(sweep)),
-        controls=tuple(control_row(controls, bad, good) for bad, good in info.get("known_bad", {}).items() if controls),
+        controls=tuple(map(control_row, control_gaps)),
         continuation=tuple(spread_row(continuation, name) for name in names_of(continuation) if name != BASELINE),
-        problems=tuple(
-            f"{run.part}: {' '.join(run.choice.values())}: {run.problem or 'no validation'}"
-            for run in runs if run.final_loss is None
+        problems=(
+            *(f"{run.part}: {' '.join(run.choice.values())}: {run.problem or 'no validation'}"
+              for run in runs if run.final_loss is None),
+            *control_problems,
         ),
     )  # fmt: skip
     if not report.is_blind:
         return report
     return dataclasses.replace(report, pairs=blinded(report.pairs), continuation=blinded(report.continuation))
+
+
+def read_controls(folder: Path, info: Mapping[str, Any], whole: Sequence[SuiteRun]) -> tuple[list[SuiteGap], list[str]]:
+    """Gaps of the known-bad controls after the last step of their forks, by trunks, and forks without a result.
+
+    Args:
+        whole: runs of a suite of an earlier version, which had no forks.
+    """
+    if whole:
+        return [compare_losses(whole, bad, good, UNDECIDED) for bad, good in info["known_bad"].items()], []
+    if "controls" not in info.get("parts", ()):
+        return [], []
+    try:
+        found = read_forks(folder / "controls")
+    except DataError as error:
+        return [], [f"controls: {error}"]
+    rows = []
+    for cost in found.controls:
+        gaps = tuple(cost.by_trunk.values())
+        rows.append(
+            SuiteGap(
+                name=cost.name,
+                reference=KNOWN_BAD[cost.name][0],
+                verdict=UNDECIDED,
+                gaps_fraction=gaps,
+                num_diverged=sum(map(math.isinf, gaps)),
+            )  # fmt: skip
+        )
+    return rows, [f"controls: {name}: no result" for name in found.unfinished]
 
 
 def blinded(rows: Sequence[SuiteGap]) -> tuple[SuiteGap, ...]:

@@ -107,12 +107,11 @@ def spread_row(runs: Sequence[SuiteRun], name: str) -> SuiteGap:
     return dataclasses.replace(row, verdict=verdict, gap=mean_interval(gaps), excess=excess)
 
 
-def control_row(runs: Sequence[SuiteRun], bad: str, good: str) -> SuiteGap:
+def control_row(row: SuiteGap) -> SuiteGap:
     """A known-bad control against its good form: worse, or not distinguishable with what would be needed.
 
     Student's interval of the mean gap decides; with a divergence on either side, sign tests at the same confidence.
     """
-    row = compare_losses(runs, bad, good, UNDECIDED)
     gaps = row.gaps_fraction
     if len(gaps) < 2:
         return row

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from megafp8.errors import ConfigError
 
 if TYPE_CHECKING:
+    from megafp8.config.rules.base import Rule
     from megafp8.config.schema import DataConfig
 
 TOKENIZER = "ByteLevelTokenizer"
@@ -45,6 +46,14 @@ def check_data(data: DataConfig, folder: Path) -> None:
             f"--tokenizer-type {data.tokenizer_type}: the built-in data are for {TOKENIZER}; give --data-path or "
             "--mock-data after --, or remove it"
         )
+
+
+def rules_before(data: DataConfig, folder: Path) -> tuple[Rule, ...]:
+    """The rules of runs that are checked before `prepare_data` writes their shards."""
+    from megafp8.config import rules
+
+    written = {rules.paths.shards_are_there} if is_built_in(data, folder) else set()
+    return tuple(rule for rule in rules.ALL_RULES if rule not in written)
 
 
 def prepare_data(data: DataConfig, folder: Path, max_bytes: int) -> None:

@@ -170,9 +170,7 @@ def shared_settings(options: argparse.Namespace) -> tuple[RunConfig, tuple[Rule,
         problems += [f"{flag} has no effect with --forks: remove it" for flag, is_given in ignored.items() if is_given]
     problems += ["--controls is for --forks: give both"] if options.controls and options.forks is None else []
     problems += [] if 0 <= options.bound < 100 else [f"--bound {options.bound} must be from 0 to below 100 percent"]
-    checked = rules.ALL_RULES
-    if built_in_data.is_built_in(shared.data, options.output_dir):  # they are written after the checks
-        checked = tuple(rule for rule in checked if rule is not rules.paths.shards_are_there)
+    checked = built_in_data.rules_before(shared.data, options.output_dir)
     problems += [] if problems else rules.found_by(checked, shared, options.nproc_per_node)
     if problems:
         raise ConfigError(problems)

@@ -67,11 +67,15 @@ class SuiteSize(Size):
         factors: of the sweep, multiples of `lr`; they include 1.
         sweep_seeds: seeds of the sweep, unless the suite gives them.
         part_flags: of the runs of a part, unless the user gives them.
+        fork_points: steps of a trunk at which known-bad controls fork.
+        fork_length: their steps; None: an eighth of the run.
     """
 
     factors: tuple[float, ...]
     sweep_seeds: int
     part_flags: Mapping[str, str] = field(default_factory=dict)
+    fork_points: int = 3
+    fork_length: Optional[int] = None
 
 
 COMPARISON_SIZES = {
@@ -97,6 +101,7 @@ SIZES = {
         "--max-position-embeddings 64 --micro-batch-size 16 --global-batch-size 16 --train-iters 120 "
         "--eval-interval 30 --eval-iters 20 --num-threads 1",
         lr=1e-3, factors=(1, 4, 16, 64, 256, 1024), sweep_seeds=3, corpus_bytes=2_000_000,
+        part_flags={"controls": "--train-iters 240"}, fork_length=60,
     ),
     "small": SuiteSize(
         flags="--num-layers 4 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 384 --seq-length 128 "
@@ -113,8 +118,9 @@ SIZES = {
         # A step of the emulated runs takes four times as long as one of BF16. Their batch is a quarter, and their rate
         # is lower, too.
         part_flags={
-            "controls": "--train-iters 150 --micro-batch-size 16 --global-batch-size 16 --lr 4e-4 --min-lr 4e-5"
+            "controls": "--train-iters 240 --micro-batch-size 16 --global-batch-size 16 --lr 4e-4 --min-lr 4e-5"
         },
+        fork_points=1, fork_length=60,
     ),
 }  # fmt: skip
 WARMUP = "optimizer.lr_warmup_"

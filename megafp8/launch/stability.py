@@ -2,7 +2,8 @@
 
 Every part is a grid of one study, so runs that two parts share are made once: the pairs of the first seeds are those of
 the sweep at its first learning rate. `stability.json` in the suite's folder says which run belongs to which part; the
-report reads it and the records only.
+report reads it and the records only. Known-bad controls are forks of runs in BF16 (`launch/forks.py`), in the folder
+`controls`: whole runs of these sizes drift apart by more than the controls cost.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from pathlib import Path
 from typing import Any, Optional
 
 from megafp8.config import flags as config_flags
-from megafp8.config import precision_map, variants
+from megafp8.config import precision_map, rules, variants
+from megafp8.config.rules.base import Rule
 from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import settings_by_name, value_of, with_values
 from megafp8.config.variants import BASELINE, CONTROL
@@ -32,9 +34,9 @@ from megafp8.launch.built_in_sizes import (
     size_flags,
     without_settings,
 )
+from megafp8.launch.forks import ForkPlan, ForkRuns, plan_forks
 from megafp8.launch.study import Grid, Option, Study, StudyRun, expand
 from megafp8.launch.study_execution import DONE, StudyProgress, is_due
-from megafp8.recipes.known_bad import KNOWN_BAD
 from megafp8.utils.files import atomic_write_json
 
 SUITE_FILE = "stability.json"
@@ -43,7 +45,7 @@ PAIRS, SWEEP, CONTROLS, CONTINUATION = "pairs", "sweep", "controls", "continuati
 PARTS = {
     PAIRS: "paired runs over seeds, through the decay of the learning rate",
     SWEEP: "a sweep of the learning rate to divergence",
-    CONTROLS: "settings that are known to be worse, each against its good form",
+    CONTROLS: "settings that are known to be worse, each against its good form, as forks of runs in BF16",
     CONTINUATION: "continuation of a checkpoint in BF16 and in each recipe",
 }
 FAULTS_ELSEWHERE = "the suite plants no faults; use benchmarks/planted_faults.py"
@@ -168,8 +170,26 @@ def build_study(suite: Suite) -> Study:
     return Study(
         path=suite.folder / SUITE_FILE, name="stability", folder=suite.folder,
         common=Option(sizes={"gpus": float(suite.gpus)}), slurm=suite.slurm, slurm_flag="--job",
-        grids=tuple(part_grid(suite, part) for part in suite.parts),
+        grids=tuple(part_grid(suite, part) for part in suite.parts if part != CONTROLS),
     )  # fmt: skip
+
+
+def plan_controls(
+    suite: Suite, device_flags: Sequence[str], script: Path, checked: tuple[Rule, ...] = rules.ALL_RULES
+) -> ForkRuns:
+    """The runs of the part CONTROLS.
+
+    Raises:
+        ConfigError: what is wrong with them.
+    """
+    shared, size = suite.part_settings[CONTROLS], SIZES[suite.size]
+    plan = ForkPlan(
+        folder=suite.folder / CONTROLS, flags=shared.flags, num_seeds=suite.num_seeds, ranks=suite.gpus,
+        num_points=size.fork_points, length=size.fork_length, controls=True,
+    )  # fmt: skip
+    config = with_values(shared.config, {"training.seed": 1})
+    trunk = variants.build_variant(BASELINE, config, suite.gpus)
+    return plan_forks(plan, config, [trunk], device_flags, script, checked)
 
 
 def batch_problems(suite: Suite) -> list[str]:
@@ -249,14 +269,6 @@ def part_grid(suite: Suite, part: str) -> Grid:
         rates = [suite.base_rate * factor for factor in size.factors]
         lrs = tuple(Option(name=f"lr{rate:.3g}", flags=rate_flags(rate, given)) for rate in rates)
         return grid(recipes(BASELINE, *suite.recipes), suite.num_sweep_seeds or size.sweep_seeds, lr=lrs)
-    if part == CONTROLS:
-        good = recipes(*dict.fromkeys(good for good, _ in KNOWN_BAD.values()))
-        bad = tuple(Option(name=name, flags=("--bf16", *flags.split())) for name, (_, flags) in KNOWN_BAD.items())
-        # The bad forms are emulated on every machine, so the good ones are, too.
-        emulated = tuple(
-            dataclasses.replace(each, flags=(*each.flags, "--transformer-impl", "emulated")) for each in (*good, *bad)
-        )
-        return grid(emulated, suite.num_seeds)
     start = Option(name="continued", flags=("--pretrained-checkpoint", suite.checkpoint))
     return grid(recipes(BASELINE, *suite.recipes), suite.num_seeds, start=(start,))
 
@@ -286,7 +298,6 @@ def write_suite_file(suite: Suite, runs: Sequence[PartRun]) -> Path:
     content = {
         "size": suite.size, "parts": list(suite.parts), "recipes": list(suite.recipes), "seeds": suite.num_seeds,
         "lr": suite.base_rate,
-        "known_bad": {name: good for name, (good, _) in KNOWN_BAD.items()},
         "runs": [
             {"part": each.part, "folder": each.run.folder.name, "tokens": each.run.tokens, **each.choice}
             for each in runs

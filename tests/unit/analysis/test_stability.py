@@ -42,9 +42,9 @@ def suite(tmp_path: Path, write_run: Callable[..., Path]) -> Callable[..., None]
     return add
 
 
-def write_state(folder: Path, exit_status: int) -> None:
+def write_state(folder: Path, exit_status: int, state_name: str = "failed") -> None:
     state = RunState(
-        state="failed", step=2, reason="loss is not finite", exit_status=exit_status, world_size=1,
+        state=state_name, step=2, saved_step=2, reason="loss is not finite", exit_status=exit_status, world_size=1,
         process=current_process(), started_at=time.time(), updated_at=time.time(),
     )  # fmt: skip
     (folder / RUN_STATE_FILE).write_text(json.dumps(state.to_plain()))
@@ -182,3 +182,30 @@ def test_a_run_that_ended_before_it_started_is_told_from_one_that_was_not(suite,
 def test_another_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=SUITE_FILE):
         build_report(tmp_path)
+
+
+def test_controls_are_judged_by_their_forks(tmp_path: Path, write_run: Callable[..., Path]) -> None:
+    """A trunk is a pair; a diverged fork is an infinite gap, and one without a result is named."""
+    losses = {"bf16": 1.0, "mxfp8-emulated": 1.001, "mxfp8-floor": 1.02, "nvfp4-emulated": 1.0, "nvfp4-plain": 1.0}
+    for name, factor in losses.items():
+        for seed in range(1, 6):
+            loss = 3 * factor + (0.01 * (-1) ** seed if name == "nvfp4-plain" else 1e-4 * seed)
+            folder = write_run(
+                f"controls/forks/{name}/seed{seed}-step4", [3.0, 3.0], first_step=5, validations={6: loss}
+            )
+            is_cut = (name, seed) == ("mxfp8-floor", 5)
+            write_state(folder, NumericsError.exit_status if is_cut else 0, "failed" if is_cut else "done")
+    write_run("controls/forks/nvfp4-plain/seed6-step4", [3.0], first_step=5)
+    content = {"size": "tiny", "parts": ["controls"], "recipes": [], "seeds": 5, "runs": []}
+    (tmp_path / SUITE_FILE).write_text(json.dumps(content))
+    report = build_report(tmp_path)
+    found = {row.name: (row.reference, row.verdict, row.num_diverged) for row in report.controls}
+    assert found == {"mxfp8-floor": ("mxfp8", WORSE, 1), "nvfp4-plain": ("nvfp4", INDISTINCT, 0)}
+    assert not report.is_blind and report.problems == ("controls: nvfp4-plain/seed6-step4: no result",)
+    assert "1 of 2 known-bad controls" in to_text(report)
+
+
+def test_a_suite_whose_controls_have_not_begun_says_so(tmp_path: Path) -> None:
+    (tmp_path / SUITE_FILE).write_text(json.dumps({"size": "tiny", "parts": ["controls"], "runs": []}))
+    report = build_report(tmp_path)
+    assert report.controls == () and report.problems[0].startswith("controls: ") and not report.is_blind

@@ -7,9 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from megafp8.config import flags
 from megafp8.config.schema import RunConfig
-from megafp8.launch.stability import CONTROLS, PAIRS, SWEEP, Suite, build_study, part_runs, unique_runs
-from megafp8.launch.study import StudyRun
+from megafp8.launch.process_pool import PooledRun
+from megafp8.launch.stability import (
+    CONTROLS,
+    PAIRS,
+    SWEEP,
+    Suite,
+    build_study,
+    part_runs,
+    plan_controls,
+    unique_runs,
+)
 
 # ms of a step of 65,536 tokens of a larger model, 50.7M parameters, on an H200
 # (benchmarks/results/quality_pairs.md). The recipe under test has layers of Transformer Engine but in controls.
@@ -30,36 +40,54 @@ def seconds_of(config: RunConfig) -> float:
     return num_steps * step_ms / 1000 * tokens / TOKENS
 
 
-def runs_of(folder: Path, *parts: str, flags: tuple[str, ...] = (), **fields) -> list[StudyRun]:
+def suite_of(folder: Path, *parts: str, flags: tuple[str, ...] = (), **fields) -> Suite:
     flags = ("--mock-data", "--tokenizer-type", "ByteLevelTokenizer", *flags)
-    suite = Suite(folder=folder, size="gpu-hour", parts=parts, recipes=("tensorwise",), flags=flags, **fields)
-    return unique_runs(part_runs(build_study(suite)))
+    return Suite(folder=folder, size="gpu-hour", parts=parts, recipes=("tensorwise",), flags=flags, **fields)
 
 
 def test_a_suite_of_one_recipe_takes_an_hour(tmp_path: Path) -> None:
-    runs = runs_of(tmp_path, PAIRS, SWEEP, CONTROLS)
+    suite = suite_of(tmp_path, PAIRS, SWEEP, CONTROLS)
+    runs = unique_runs(part_runs(build_study(suite)))
+    controls = plan_controls(suite, [], Path("pretrain_gpt.py"))
     in_steps = sum(seconds_of(run.config) for run in runs)
-    assert len(runs) == 74 and 1200 < in_steps < 1500, in_steps
-    assert in_steps + START_S * len(runs) < 3600
+    in_steps += sum(seconds_of(config_of(run)) * controls.last_step / 240 for run in controls.trunks)
+    # The schedule of a fork is that of its trunk, whose end is not that of the fork.
+    in_steps += sum(seconds_of(config_of(run)) * controls.length / last_step(run) for run in controls.forks)
+    num_runs = len(runs) + len(controls.trunks) + len(controls.forks)
+    assert (len(runs), num_runs) == (39, 89) and 1100 < in_steps < 1600, in_steps
+    assert in_steps + START_S * num_runs < 3600
+
+
+def config_of(run: PooledRun) -> RunConfig:
+    return flags.parse_with_problems(run.command[run.command.index("pretrain_gpt.py") + 1 :])[0].config
+
+
+def last_step(run: PooledRun) -> int:
+    steps = config_of(run).training.train_iters
+    assert steps is not None
+    return steps
 
 
 def test_rates_of_parts(tmp_path: Path) -> None:
     """Those of small batches are lower, and the sweep goes on beyond BF16's largest stable rate, 4.8e-3."""
 
-    def rates(*parts: str, **fields) -> list[tuple[float, float]]:
-        optimizers = [run.config.optimizer for run in runs_of(tmp_path, *parts, **fields)]
-        return sorted({(optimizer.lr, optimizer.min_lr) for optimizer in optimizers})
+    def rates(part: str, **fields) -> list[tuple[float, float]]:
+        runs = unique_runs(part_runs(build_study(suite_of(tmp_path, part, **fields))))
+        return sorted({(run.config.optimizer.lr, run.config.optimizer.min_lr) for run in runs})
+
+    def rates_of_controls(**fields) -> tuple[float, float]:
+        optimizer = suite_of(tmp_path, CONTROLS, **fields).part_settings[CONTROLS].config.optimizer
+        return optimizer.lr, optimizer.min_lr
 
     assert rates(PAIRS) == [(6e-4, pytest.approx(6e-5))]
-    assert rates(CONTROLS) == [(4e-4, 4e-5)]
+    assert rates_of_controls() == (4e-4, 4e-5)
     swept = [rate for rate, _ in rates(SWEEP)]
     assert swept[0] == 6e-4 and swept[-1] >= 0.999 * 4.8e-3 * 2**3
-    assert rates(CONTROLS, flags=("--lr", "1e-3")) == [(1e-3, pytest.approx(1e-4))]
+    assert rates_of_controls(flags=("--lr", "1e-3")) == (1e-3, pytest.approx(1e-4))
 
 
 def test_flags_of_a_part_yield_to_given_ones_and_ranks_share_its_batch(tmp_path: Path) -> None:
-    (config, *_) = (run.config for run in runs_of(tmp_path, CONTROLS, gpus=4))
-    training = config.training
-    assert (training.train_iters, training.global_batch_size, training.micro_batch_size) == (150, 16, 4)
-    (config, *_) = (run.config for run in runs_of(tmp_path, CONTROLS, flags=("--train-iters", "300")))
-    assert (config.training.train_iters, config.training.global_batch_size) == (300, 16)
+    training = suite_of(tmp_path, CONTROLS, gpus=4).part_settings[CONTROLS].config.training
+    assert (training.train_iters, training.global_batch_size, training.micro_batch_size) == (240, 16, 4)
+    training = suite_of(tmp_path, CONTROLS, flags=("--train-iters", "300")).part_settings[CONTROLS].config.training
+    assert (training.train_iters, training.global_batch_size) == (300, 16)

@@ -13,23 +13,27 @@ import pytest
 from megafp8.analysis import stability_runs
 from megafp8.cli.stability import main, run_suite
 from megafp8.config import flags
+from megafp8.config.variants import EMULATED_FORM
 from megafp8.errors import ConfigError, NumericsError
 from megafp8.launch import process_pool, stability, study_execution
 from megafp8.launch.built_in_sizes import SIZES
 from megafp8.launch.stability import (
-    KNOWN_BAD,
+    CONTROLS,
     PAIRS,
     SWEEP,
     Suite,
     build_study,
     is_finished,
     part_runs,
+    plan_controls,
     unique_runs,
     write_suite_file,
 )
 from megafp8.launch.study import expand
 from megafp8.launch.study_execution import StudyProgress, build_jobs
+from megafp8.recipes.known_bad import KNOWN_BAD
 
+SCRIPT = Path("pretrain_gpt.py")
 DATA = ("--mock-data", "--tokenizer-type", "ByteLevelTokenizer")
 
 
@@ -40,8 +44,10 @@ def suite_of(tmp_path: Path, *parts: str, **fields) -> Suite:
 
 def test_every_size_is_valid_and_its_sweep_has_the_rate_of_the_pairs(tmp_path: Path) -> None:
     for size in SIZES:
-        parts = part_runs(build_study(suite_of(tmp_path, "sweep", "controls", size=size, num_seeds=2)))
-        assert len(unique_runs(parts)) > 20 and 1 in SIZES[size].factors
+        suite = suite_of(tmp_path, SWEEP, CONTROLS, size=size, num_seeds=2)
+        assert len(unique_runs(part_runs(build_study(suite)))) > 20 and 1 in SIZES[size].factors
+        controls = plan_controls(suite, [], SCRIPT)
+        assert len(controls.trunks) == 2 and len(controls.forks) == 2 * SIZES[size].fork_points * 9
 
 
 def test_parts_share_their_runs(tmp_path: Path) -> None:
@@ -68,10 +74,11 @@ def test_the_settings_of_a_part_are_those_of_its_flags_which_are_parsed_once(tmp
 
 
 def test_controls_and_good_forms_differ_in_one_thing(tmp_path: Path) -> None:
-    runs = part_runs(build_study(suite_of(tmp_path, "controls")))
-    configs = {each.choice["recipe"]: each.run.config for each in runs if each.choice["seed"] == "seed1"}
+    runs = plan_controls(suite_of(tmp_path, CONTROLS), [], SCRIPT).forks
+    words = {run.name.partition("/")[0]: run.command[run.command.index(str(SCRIPT)) + 1 :] for run in runs}
+    configs = {name: flags.parse_with_problems(argv)[0].config for name, argv in words.items()}
     for bad, (good, _) in KNOWN_BAD.items():
-        own, other = vars(configs[bad].precision), vars(configs[good].precision)
+        own, other = vars(configs[bad].precision), vars(configs[f"{good}{EMULATED_FORM}"].precision)
         assert len({name for name in own if own[name] != other[name]}) == (2 if bad == "nvfp4-plain" else 1)
         assert own["transformer_impl"] == other["transformer_impl"] == "emulated"
 
@@ -140,6 +147,7 @@ def test_wrong_suites_are_refused(tmp_path: Path, fields: dict, text: str) -> No
         (["--sweep-seeds", "0"], "--sweep-seeds 0: intervals over seeds need at least 2"),
         (["--parts", "continuation", "--checkpoint", "nowhere"], "--checkpoint nowhere: no such folder"),
         (["--parts", "continuation", "--checkpoint", "."], "--checkpoint .: has no complete checkpoint"),
+        (["--parts", "pairs,controls", "--slurm"], "--slurm: controls forks runs, one after the other; start"),
         (["--parts", "pairs", "--slurm"], "(--job sbatch.mem=64G); or use --job exclusive=true"),
         (["--parts", "pairs", "--slurm", "--job", "bogus=1"], "--job: unknown key 'bogus'; the keys are name, "),
         (["--slurm", "--job", "sbatch={mem:64G}"], "give its keys one by one, as in --job sbatch.KEY=VALUE"),
@@ -150,6 +158,13 @@ def test_wrong_suites_are_refused(tmp_path: Path, fields: dict, text: str) -> No
 def test_wrong_flags_are_refused(tmp_path: Path, capsys, words: list[str], text: str) -> None:
     assert main(["--output-dir", str(tmp_path), "--dry-run", *words]) == 64
     assert text in capsys.readouterr().err
+
+
+def test_a_dry_run_lists_forks_of_controls(tmp_path: Path, capsys) -> None:
+    assert main(["--output-dir", str(tmp_path), "--parts", "controls", "--seeds", "2", "--dry-run"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last == "0 runs, 0 to start; controls: 2 trunks of 135 steps and 54 forks of 60, 3,510 steps"
+    assert len(lines) == 2 + 54 and lines[0].startswith("controls/trunk/seed1: ") and not list(tmp_path.iterdir())
 
 
 def test_a_dry_run_lists_every_run(tmp_path: Path, capsys) -> None:
@@ -174,15 +189,20 @@ def rates_of(runs, part: str) -> set[tuple[float, float]]:
     return {(run.run.config.optimizer.lr, run.run.config.optimizer.min_lr) for run in runs if run.part == part}
 
 
+def rate_of_controls(tmp_path: Path, flags: tuple[str, ...]) -> tuple[float, float]:
+    optimizer = suite_of(tmp_path, CONTROLS, flags=flags).part_settings[CONTROLS].config.optimizer
+    return optimizer.lr, optimizer.min_lr
+
+
 def test_a_given_learning_rate_is_that_of_all_parts_and_its_minimum_follows(tmp_path: Path) -> None:
     parts, flags = (PAIRS, SWEEP, "controls"), (*DATA, "--lr", "1e-3")
     runs = part_runs(build_study(suite_of(tmp_path, *parts, flags=flags)))
-    assert rates_of(runs, PAIRS) == rates_of(runs, "controls") == {(1e-3, 1e-4)}
+    assert rates_of(runs, PAIRS) == {rate_of_controls(tmp_path, flags)} == {(1e-3, 1e-4)}
     assert sorted(lr for lr, _ in rates_of(runs, SWEEP)) == pytest.approx([1e-3 * n for n in SIZES["tiny"].factors])
     assert all(minimum == pytest.approx(lr / 10) for lr, minimum in rates_of(runs, SWEEP))
     runs = part_runs(build_study(suite_of(tmp_path, *parts, flags=(*DATA, "--min-lr", "1e-5"))))
-    assert {minimum for part in parts for _, minimum in rates_of(runs, part)} == {1e-5}
-    assert {lr for lr, _ in rates_of(runs, "controls")} == {SIZES["tiny"].lr}
+    assert {minimum for part in (PAIRS, SWEEP) for _, minimum in rates_of(runs, part)} == {1e-5}
+    assert rate_of_controls(tmp_path, (*DATA, "--min-lr", "1e-5")) == (SIZES["tiny"].lr, 1e-5)
     assert SIZES["tiny"].lr in dict(rates_of(runs, PAIRS))
 
 
