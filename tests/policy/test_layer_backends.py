@@ -25,7 +25,6 @@ NAMED_IN = {
     "checkpoint/convert/megatron_args.py": "Megatron-LM's argument in its checkpoints",
     "checkpoint/convert/from_megatron.py": "Megatron-LM's argument in its checkpoints",
     "training/device_verification/steps.py": "the flags of its processes",
-    "launch/stability.py": "the flags of its runs",
     "device/capability.py": "the name of the package",
     "planning/dry_run.py": "the name of the package",
     "mcore/cpu_patches.py": "the name of the package",
