@@ -25,7 +25,15 @@ from megafp8.metrics.sinks.jsonl import current_records, read_records
 from megafp8.models.layer_runtime import emulated_linears_by_name
 from megafp8.resilience import fault_injection
 from megafp8.training.evaluation import build_batches
-from megafp8.training.extensions.guard import Key, layer_warnings, recorded, updated_trends
+from megafp8.training.extensions.guard import (
+    ALL_LAYERS,
+    Key,
+    Trends,
+    layer_warnings,
+    mean_warnings,
+    recorded,
+    updated_trends,
+)
 
 RECIPES = {
     "tensorwise": "--bf16 --fp8-format hybrid --fp8-recipe tensorwise",
@@ -169,8 +177,11 @@ def test_run_in_bf16_is_warned(tmp_path: Path) -> None:
     flags, fault = f"--bf16 {EVERY_SECOND_STEP} warn --train-iters 22", Fault("inflated-qk", first_step=18, growth=8)
     ((progress, _),) = run_loop(tmp_path, flags, first_bad_steps={}, style="gpt2", fault=fault)
     found = events(tmp_path)
-    assert found and all(detail.startswith("attention logits of layers.") for *_, detail in found)
+    assert found and all(detail.startswith(("attention logits of layers.", MEAN)) for *_, detail in found)
     assert {statistic for statistic, *_ in guard_state(progress)["layer_trends"]} == set(GROWTH)
+
+
+MEAN = "attention logits of all layers grew from "
 
 
 def run_inflated_qk(folder: Path, warmup_steps: int, flags: str = "") -> Progress:
@@ -204,7 +215,7 @@ def test_growth_is_compared_with_values_20_steps_after_the_warmup(tmp_path: Path
     straight = run_inflated_qk(tmp_path / "straight", warmup_steps=5)
     found, values = events(tmp_path / "straight"), logits(tmp_path / "straight")
     assert all(is_growth(values, step) for step in (26, 28, 30))
-    assert found and min(step for step, *_ in found) == 30, "the values of 5 + 20 steps are not compared with"
+    assert found and min(step for step, *_ in found) == 28, "step 26 has the first value that others are compared with"
     for interval in (19, 27):
         folder = tmp_path / f"resumed_after_{interval}"
         run_inflated_qk(folder, 5, f"--exit-interval {interval}")
@@ -393,3 +404,22 @@ def test_growth_is_found_below_the_limit() -> None:
     assert updated_trends(values, {key: (1.0, 2.0, 3.0, 4.0, 5.0), other: (7.0,)}) == {
         key: (2.0, 3.0, 4.0, 5.0, 3e38), other: (7.0,),
     }  # fmt: skip
+
+
+def test_growth_of_the_mean_over_the_layers() -> None:
+    """That of two layers in 20 steps, which is below the limits of each."""
+    keys = [("attention logits", f"layers.{layer}") for layer in range(2)]
+    trends = dict.fromkeys(keys, (1.0, 4.0, 5.0))
+
+    def found(now: tuple[float, ...], interval: int, trends: Trends = trends) -> list[tuple[Key, str]]:
+        return list(mean_warnings(dict(zip(keys, now, strict=False)), trends, interval))
+
+    text = "attention logits of all layers grew from {} to 11.9 in 20 steps"
+    assert found((10.0, 14.2), 20) == [(("attention logits", ALL_LAYERS), text.format(5))]
+    assert found((10.0, 14.2), 10) == [(("attention logits", ALL_LAYERS), text.format(4))]
+    assert found((10.0, 13.0), 20) == [], "2.28 times"
+    assert found((9.0, 11.0), 20, dict.fromkeys(keys, (1.0,))) == [], "below 10"
+    assert found((100.0,), 20) == [], "one layer"
+    assert found((100.0, -1.0), 20) == [], "the other one was not taken"
+    assert found((100.0, 100.0), 20, {}) == []
+    assert found((math.inf, 10.0), 20)[0][1].endswith("to inf in 20 steps")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Optional
@@ -35,6 +36,8 @@ from megafp8.metrics.layer_statistics import (
     INPUT_STATISTICS,
     LAYER_STATISTICS,
     LIMITS,
+    MEAN_GROWTH,
+    MEAN_STEPS,
     NUM_REMEMBERED,
     attention_logit_bound,
     first_steps_not_stored,
@@ -55,7 +58,7 @@ from megafp8.training.extensions.statistics_hooks import linear_input
 from megafp8.training.run import Run, suggestion_case
 from megafp8.training.step import StepResult
 
-EVENT = "guard"
+EVENT, ALL_LAYERS = "guard", "all layers"
 LARGEST_REMEMBERED = 3e38  # files hold no infinity
 SETTLED_UPDATES = (
     2.0  # in lengths 1 / (1 - beta1) of Adam's first moment: the ratio of noise is then 1.3 times its last
@@ -113,7 +116,7 @@ class LayerGuard(Extension):
         is_stored = state.step > first_steps_not_stored(state.run.warmup_steps, interval)
         # Before that there are none, unless an earlier version wrote the checkpoint.
         trends = self.trends if is_stored else {}
-        for key, detail in layer_warnings(values, trends):
+        for key, detail in (*mean_warnings(values, trends, interval), *layer_warnings(values, trends)):
             self.handle(state, key, detail)
         self.trends = updated_trends(values, trends) if is_stored else {}
 
@@ -142,6 +145,19 @@ def recorded(values: Mapping[Key, float]) -> dict[str, dict[str, float]]:
         if value >= 0:
             found.setdefault(statistic, {})[name] = float(f"{value:.6g}")
     return found
+
+
+def mean_warnings(values: Mapping[Key, float], trends: Trends, interval: int) -> Iterator[tuple[Key, str]]:
+    """The statistics whose geometric mean over the layers grew more than it may, with a description."""
+    for statistic, (factor, floor) in MEAN_GROWTH.items():
+        kept = {key: trends[key][-max(1, MEAN_STEPS // interval) :] for key in trends if key[0] == statistic}
+        pairs = [(min(trend), values[key]) for key, trend in kept.items() if values.get(key, 0.0) > 0 < min(trend)]
+        if len(pairs) < 2:
+            continue
+        before, now = (statistics.geometric_mean(each) for each in zip(*pairs, strict=True))
+        if now > max(floor, factor * before):
+            span = f"{interval * max(map(len, kept.values()))} steps"
+            yield (statistic, ALL_LAYERS), f"{statistic} of {ALL_LAYERS} grew from {before:.3g} to {now:.3g} in {span}"
 
 
 def layer_warnings(values: Mapping[Key, float], trends: Trends) -> Iterator[tuple[Key, str]]:
