@@ -127,7 +127,7 @@ def test_at_the_default_interval_growing_logits_are_noticed_50_steps_early(
     assert entries[CLEAN]["events"] == []
     step, name, detail = entries[INFLATED_QK]["events"][0]
     assert (step, name) == (round_up(fault_step, interval), "guard")
-    assert detail.startswith("attention logits of layers.") and " grew from " in detail
+    assert detail.startswith("attention logits of ") and " grew from " in detail
     cost = cost_of(entries, INFLATED_QK, fault_step)
     worse = num_steps - fault_step if cost.worse is None else cost.worse  # not yet at the end
     assert cost.noticed is not None and worse - cost.noticed >= 50
