@@ -15,14 +15,24 @@ from pathlib import Path
 from typing import Any, Optional
 
 from megafp8.analysis import stability_statistics
-from megafp8.analysis.forks import read_forks
+from megafp8.analysis.runs import load_run
 from megafp8.analysis.seed_statistics import BLIND, CONTROL, UNDECIDED
-from megafp8.analysis.stability_gaps import BETTER, INDISTINCT, SuiteGap, compare_losses, control_row, spread_row
+from megafp8.analysis.stability_gaps import (
+    BETTER,
+    INDISTINCT,
+    SuiteGap,
+    compare_losses,
+    control_row,
+    relative_gap,
+    spread_row,
+)
 from megafp8.analysis.stability_runs import SuiteRun, load_suite, losses_by_seed, names_of
 from megafp8.analysis.stability_sweep import SweepRow, sweep_rows
-from megafp8.config.variants import BASELINE
-from megafp8.errors import DataError
-from megafp8.recipes.known_bad import KNOWN_BAD
+from megafp8.config.variants import BASELINE, FORKS
+from megafp8.resilience.run_state import finished_state, has_diverged
+
+NAMED_FORKS = 3
+"""In the problem that some have no result."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,32 +113,48 @@ def build_report(folder: Path) -> SuiteReport:
 
 
 def read_controls(folder: Path, info: Mapping[str, Any], whole: Sequence[SuiteRun]) -> tuple[list[SuiteGap], list[str]]:
-    """Gaps of the known-bad controls after the last step of their forks, by trunks, and forks without a result.
+    """Gaps of the known-bad controls, and forks without a result.
+
+    A gap is that of a trunk: the mean over its forks, each at its last step.
 
     Args:
         whole: runs of a suite of an earlier version, which had no forks.
     """
-    if whole:
-        return [compare_losses(whole, bad, good, UNDECIDED) for bad, good in info["known_bad"].items()], []
-    if "controls" not in info.get("parts", ()):
-        return [], []
-    try:
-        found = read_forks(folder / "controls")
-    except DataError as error:
-        return [], [f"controls: {error}"]
+    known_bad, planned = info.get("known_bad", {}), info.get("control_forks", ())
+    if whole or not planned:
+        return [compare_losses(whole, bad, good, UNDECIDED) for bad, good in known_bad.items() if whole], []
+    losses = {name: fork_loss(folder / "controls" / FORKS / name) for name in planned}
     rows = []
-    for cost in found.controls:
-        gaps = tuple(cost.by_trunk.values())
+    for bad, good in known_bad.items():
+        of_trunk: dict[str, list[float]] = {}
+        for name in (name for name in planned if name.startswith(f"{bad}/")):
+            point = name.partition("/")[2]
+            loss, reference = losses[name], losses.get(f"{good}/{point}")
+            if loss is not None and reference is not None:
+                of_trunk.setdefault(point.partition("-")[0], []).append(relative_gap(loss, reference))
+        gaps = tuple(sum(each) / len(each) for each in of_trunk.values())
+        worse, better = (sum(gap == sign * math.inf for gap in gaps) for sign in (1, -1))
         rows.append(
             SuiteGap(
-                name=cost.name,
-                reference=KNOWN_BAD[cost.name][0],
+                name=bad,
+                reference=good,
                 verdict=UNDECIDED,
                 gaps_fraction=gaps,
-                num_diverged=sum(map(math.isinf, gaps)),
+                num_diverged=worse,
+                num_reference_diverged=better,
             )  # fmt: skip
         )
-    return rows, [f"controls: {name}: no result" for name in found.unfinished]
+    missing = [name for name, loss in losses.items() if loss is None]
+    names = ", ".join(missing[:NAMED_FORKS]) + (", ..." if len(missing) > NAMED_FORKS else "")
+    return rows, [f"controls: {len(missing)} of {len(planned)} forks have no result: {names}"] if missing else []
+
+
+def fork_loss(folder: Path) -> Optional[float]:
+    """The last validation loss of a fork; infinite where it diverged, None without a result."""
+    if has_diverged(folder):
+        return math.inf
+    validation = load_run(folder).last_validation if finished_state(folder) is not None else None
+    return None if validation is None else validation.loss
 
 
 def blinded(rows: Sequence[SuiteGap]) -> tuple[SuiteGap, ...]:

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from megafp8.cli import built_in_data, stability_checkpoint
 from megafp8.cli.common import TRAINING_SCRIPT, build_command_parser, returns_exit_status
@@ -27,7 +27,6 @@ from megafp8.utils.best_effort import best_effort
 from megafp8.utils.files import path_argument, path_text
 
 if TYPE_CHECKING:
-    from megafp8.launch.forks import ForkRuns
     from megafp8.launch.job import Job
     from megafp8.launch.stability import Suite
     from megafp8.launch.study import Study, StudyRun
@@ -121,65 +120,51 @@ def main(argv: Sequence[str]) -> int:
     parts = stability.part_runs(study)
     stability_checkpoint.check_continuation(suite.checkpoint, parts, built_in_data.is_built_in(data, suite.folder))
     runs = stability.unique_runs(parts)
-    controls = plan_controls(suite, options.parallel) if stability.CONTROLS in suite.parts else None
+    controls = None
+    if stability.CONTROLS in suite.parts:
+        controls = stability.plan_controls(suite, TRAINING_SCRIPT, built_in_data.rules_before(data, suite.folder))
     queued = study_execution.queued_ids(study.folder)
     progress = [study_execution.run_progress(run, queued) for run in runs]
     due = [each.run for each in progress if stability.is_unfinished(each)]
     if options.status:
-        print(study_execution.status_text(progress))
+        print(study_execution.status_text(progress) if progress else "no whole runs")
         if controls is not None:
-            print(f"{stability.CONTROLS}: {training_pool.effort_of_forks(controls.runs)} to do")
+            print(f"{stability.CONTROLS}: {training_pool.effort_of_forks(controls)} to do")
         return 0
     jobs = build_jobs(study, due) if options.slurm else []
     effort = f"{len(runs)} runs, {len(due)} to start"
     if controls is not None:
-        effort += f"; {stability.CONTROLS}: {training_pool.effort_of_forks(controls.runs)}"
+        effort += f"; {stability.CONTROLS}: {training_pool.effort_of_forks(controls)}"
     if options.dry_run:
         for run in () if options.slurm else runs:
             print(f"{run.label}: {' '.join(study_execution.train_command(run, TRAINING_SCRIPT))}")
-        for fork in (*controls.runs.trunks, *controls.runs.forks) if controls else ():
+        for fork in (*controls.trunks, *controls.forks) if controls else ():
             print(f"{stability.CONTROLS}/{fork.name}: {' '.join(fork.command)}")
         print("".join(f"{slurm.script(job)}\n" for job in jobs), end="")
         print(effort)
         return 0
     sys.stdout, sys.stderr = best_effort(sys.stdout), best_effort(sys.stderr)  # the terminal may be closed
-    stability.write_suite_file(suite, parts)
+    num_gpus = len(study_execution.visible_gpus())
+    most = num_gpus // suite.gpus if num_gpus else options.parallel or 1
+    if not most:
+        raise ConfigError(f"--gpus {suite.gpus}: this machine has {num_gpus}")
+    parallel = min(options.parallel or most, most)
+    gpus = training_pool.share_devices(parallel, suite.gpus, num_gpus)[0] if controls else []
+    stability.write_suite_file(suite, parts, controls.forks if controls else ())
     built_in_data.prepare_data(data, suite.folder, SIZES[suite.size].corpus_bytes)
     log(f"{effort}; folder {study.folder}")
     if options.slurm:
         for line in study_execution.submit(study, due):
             log(line)
+        if options.parts is None:
+            log(f"not submitted: {stability.CONTROLS}; later, the same command without --slurm runs it")
         return 0
     status = run_suite(runs, due, options.parallel)
     if controls is not None and status != PREEMPTED:
-        of_controls = training_pool.train_forks(*controls)
+        of_controls = training_pool.train_forks(controls, parallel, gpus)
         status = of_controls if of_controls == PREEMPTED else status or of_controls
     report(suite.folder)
     return status
-
-
-class Controls(NamedTuple):
-    """The runs of the part controls, how many at a time, and the GPUs for them."""
-
-    runs: ForkRuns
-    parallel: int
-    gpus: list[str]
-
-
-def plan_controls(suite: Suite, parallel: Optional[int]) -> Controls:
-    """Plan the runs of the part controls on this machine.
-
-    Raises:
-        ConfigError: what is wrong with them.
-    """
-    from megafp8.cli import training_pool
-    from megafp8.launch import stability, study_execution
-
-    num_gpus = len(study_execution.visible_gpus())
-    parallel = parallel or max(1, num_gpus // suite.gpus)
-    gpus, device_flags = training_pool.share_devices(parallel, suite.gpus, num_gpus)
-    checked = built_in_data.rules_before(suite.parsed.config.data, suite.folder)
-    return Controls(stability.plan_controls(suite, device_flags, TRAINING_SCRIPT, checked), parallel, gpus)
 
 
 def check_report_only(options: argparse.Namespace) -> None:
@@ -256,7 +241,9 @@ def read_suite(options: argparse.Namespace) -> Suite:
     else:
         parts = words_of(options.parts)
     if options.slurm and CONTROLS in parts:
-        problems.append(f"--slurm: {CONTROLS} forks runs, one after the other; start the command with it on a machine")
+        problems.append(
+            f"--slurm: {CONTROLS} forks runs that are done; leave it out, and repeat the command without --slurm for it"
+        )
     if not parts:
         problems.append(f"--parts names no part: choose from {', '.join(PARTS)}")
     problems += seed_problems(options, parts) + stability_checkpoint.checkpoint_problems(options.checkpoint, parts)

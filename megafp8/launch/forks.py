@@ -40,7 +40,8 @@ class ForkPlan:
         flags: of all runs.
         steps: at which others fork, as in 200,400; empty: `num_points` at equal distances.
         length: of a fork, in steps; None: an eighth of the run.
-        controls: also settings that are known to be worse, and their good forms.
+        controls: settings that are known to be worse, and their good forms.
+        compares_recipes: the recipes, too.
     """
 
     folder: Path
@@ -51,6 +52,7 @@ class ForkPlan:
     num_points: int = 3
     length: Optional[int] = None
     controls: bool = False
+    compares_recipes: bool = True
 
     def length_of(self, shared: RunConfig) -> int:
         """The steps of a fork."""
@@ -145,7 +147,7 @@ def plan_forks(
         ConfigError: everything that is wrong with any of them.
     """
     steps, ranks, length = fork_steps(plan, shared), plan.ranks, plan.length_of(shared)
-    variants = compared_variants(chosen, shared, ranks)
+    variants = compared_variants(chosen, shared, ranks) if plan.compares_recipes else []
     variants += control_variants(shared, ranks) if plan.controls else []
     counts = Counter(each.name for each in variants)
     if twice := sorted(name for name, count in counts.items() if count > 1):
@@ -177,7 +179,8 @@ def plan_forks(
             ends = ("--train-iters", str(step + length), "--eval-interval", str(length // NUM_VALIDATIONS))
             for variant in variants:
                 name = f"{variant.name}/seed{seed}-step{step}"
-                own = (*variant.flags, *of_seed, *start, *ends, *high_precision_flags(variant, plan.flags))
+                own = (*variant.flags, *of_seed, *start, *ends)
+                own += high_precision_flags(variant, plan.flags) if plan.compares_recipes else ()
                 forks.append(planned(name, folder / FORKS / name, *own, "--no-save-optim", "--no-save-rng"))
     problems += other_lengths(folder, length)
     if problems:

@@ -35,8 +35,10 @@ from megafp8.launch.built_in_sizes import (
     without_settings,
 )
 from megafp8.launch.forks import ForkPlan, ForkRuns, plan_forks
+from megafp8.launch.process_pool import PooledRun
 from megafp8.launch.study import Grid, Option, Study, StudyRun, expand
 from megafp8.launch.study_execution import DONE, StudyProgress, is_due
+from megafp8.recipes.known_bad import KNOWN_BAD
 from megafp8.utils.files import atomic_write_json
 
 SUITE_FILE = "stability.json"
@@ -174,9 +176,7 @@ def build_study(suite: Suite) -> Study:
     )  # fmt: skip
 
 
-def plan_controls(
-    suite: Suite, device_flags: Sequence[str], script: Path, checked: tuple[Rule, ...] = rules.ALL_RULES
-) -> ForkRuns:
+def plan_controls(suite: Suite, script: Path, checked: tuple[Rule, ...] = rules.ALL_RULES) -> ForkRuns:
     """The runs of the part CONTROLS.
 
     Raises:
@@ -185,11 +185,15 @@ def plan_controls(
     shared, size = suite.part_settings[CONTROLS], SIZES[suite.size]
     plan = ForkPlan(
         folder=suite.folder / CONTROLS, flags=shared.flags, num_seeds=suite.num_seeds, ranks=suite.gpus,
-        num_points=size.fork_points, length=size.fork_length, controls=True,
+        num_points=size.fork_points, length=None if "training.train_iters" in suite.given else size.fork_length,
+        controls=True, compares_recipes=False,
     )  # fmt: skip
     config = with_values(shared.config, {"training.seed": 1})
     trunk = variants.build_variant(BASELINE, config, suite.gpus)
-    return plan_forks(plan, config, [trunk], device_flags, script, checked)
+    try:
+        return plan_forks(plan, config, [trunk], (), script, checked)
+    except ConfigError as error:
+        raise ConfigError([f"{CONTROLS}: {text.removeprefix('--forks: ')}" for text in error.problems]) from None
 
 
 def batch_problems(suite: Suite) -> list[str]:
@@ -293,11 +297,17 @@ def unique_runs(parts: Sequence[PartRun]) -> list[StudyRun]:
     return list({each.run.id: each.run for each in parts}.values())
 
 
-def write_suite_file(suite: Suite, runs: Sequence[PartRun]) -> Path:
-    """Write the runs of every part to the suite's folder, for the report."""
+def write_suite_file(suite: Suite, runs: Sequence[PartRun], controls: Sequence[PooledRun] = ()) -> Path:
+    """Write the runs of every part to the suite's folder, for the report.
+
+    Args:
+        controls: the forks of known-bad controls and of their good forms.
+    """
     content = {
         "size": suite.size, "parts": list(suite.parts), "recipes": list(suite.recipes), "seeds": suite.num_seeds,
         "lr": suite.base_rate,
+        "known_bad": {name: f"{good}{variants.EMULATED_FORM}" for name, (good, _) in KNOWN_BAD.items()},
+        "control_forks": [run.name for run in controls],
         "runs": [
             {"part": each.part, "folder": each.run.folder.name, "tokens": each.run.tokens, **each.choice}
             for each in runs

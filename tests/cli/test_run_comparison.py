@@ -14,10 +14,10 @@ import pytest
 from small_run import COMMON, STYLES
 
 from megafp8.analysis.runs import load_run
-from megafp8.cli import built_in_data, run_comparison
+from megafp8.cli import built_in_data, run_comparison, training_pool
 from megafp8.config import flags
 from megafp8.config.schema import DataConfig
-from megafp8.errors import ConfigError, DataError
+from megafp8.errors import INTERNAL, ConfigError, DataError
 from megafp8.launch.process_pool import PooledRun
 from megafp8.optimizer.schedules import preview_schedule
 from megafp8.resilience.run_state import RUN_STATE_FILE, RunState
@@ -135,7 +135,7 @@ def test_a_failed_baseline_is_an_error(tool: ModuleType, tmp_path: Path) -> None
 def test_a_run_that_failed_decides_the_status_also_without_a_report(
     tool: ModuleType, compare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tool, "train", lambda *_: tool.INTERNAL)
+    monkeypatch.setattr(tool, "train", lambda *_: INTERNAL)
     status, _, told = compare(tmp_path, "--recipes", "bf16,tensorwise")
     assert status == 70 and "bf16/seed7 is not done and not in the figures: it never began" in told
 
@@ -239,9 +239,7 @@ def test_what_other_commands_left_is_not_mixed_in(compare, tmp_path: Path) -> No
     assert status == ConfigError.exit_status and "is running" in err
 
 
-def test_a_trunk_that_fails_leaves_the_others_forks(
-    compare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: ModuleType
-) -> None:
+def test_a_trunk_that_fails_leaves_the_others_forks(compare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started = list[list[str]]()
 
     def train(runs: Sequence[PooledRun], *rest: object, **others: object) -> int:
@@ -251,7 +249,7 @@ def test_a_trunk_that_fails_leaves_the_others_forks(
             (tmp_path / "trunks/seed8/iter_0000004").mkdir()
         return 70
 
-    monkeypatch.setattr(tool, "train", train)
+    monkeypatch.setattr(training_pool, "train", train)
     status, _, err = compare(tmp_path, "--forks", "4", "--fork-length", "4", "--seeds", "2", "--recipes", "bf16",
                              flags=FORKED)  # fmt: skip
     assert started == [["trunk/seed7", "trunk/seed8"], ["bf16/seed8-step4", "bf16-control/seed8-step4"]]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from megafp8.analysis.seed_statistics import UNDECIDED
 from megafp8.analysis.stability import build_report
 from megafp8.analysis.stability_gaps import BETTER, INDISTINCT, WORSE
 from megafp8.analysis.stability_page import publish_suite, render_page, to_text
@@ -185,27 +186,36 @@ def test_another_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_controls_are_judged_by_their_forks(tmp_path: Path, write_run: Callable[..., Path]) -> None:
-    """A trunk is a pair; a diverged fork is an infinite gap, and one without a result is named."""
-    losses = {"bf16": 1.0, "mxfp8-emulated": 1.001, "mxfp8-floor": 1.02, "nvfp4-emulated": 1.0, "nvfp4-plain": 1.0}
+    """A trunk is a pair, by the mean of its forks. Divergences of either form count; what has no result is named."""
+    losses = {"mxfp8-emulated": 1.001, "mxfp8-floor": 1.02, "nvfp4-emulated": 1.0, "nvfp4-plain": 1.0}
+    diverged = {("mxfp8-floor", 5), ("nvfp4-emulated", 2)}
     for name, factor in losses.items():
         for seed in range(1, 6):
-            loss = 3 * factor + (0.01 * (-1) ** seed if name == "nvfp4-plain" else 1e-4 * seed)
-            folder = write_run(
-                f"controls/forks/{name}/seed{seed}-step4", [3.0, 3.0], first_step=5, validations={6: loss}
-            )
-            is_cut = (name, seed) == ("mxfp8-floor", 5)
-            write_state(folder, NumericsError.exit_status if is_cut else 0, "failed" if is_cut else "done")
-    write_run("controls/forks/nvfp4-plain/seed6-step4", [3.0], first_step=5)
-    content = {"size": "tiny", "parts": ["controls"], "recipes": [], "seeds": 5, "runs": []}
+            for step in (4, 8):
+                moved = 0.01 * (-1) ** seed if name == "nvfp4-plain" else (-1) ** (step // 4) * 1e-3
+                folder = write_run(
+                    f"controls/forks/{name}/seed{seed}-step{step}", [3.0, 3.0], first_step=step + 1,
+                    validations={step + 2: 3 * factor + moved},
+                )  # fmt: skip
+                is_cut = (name, seed) in diverged
+                write_state(folder, NumericsError.exit_status if is_cut else 0, "failed" if is_cut else "done")
+    names = [
+        f"{name}/seed{seed}-step{step}" for name in (*losses, "e5m2-forward") for seed in range(1, 6) for step in (4, 8)
+    ]
+    known_bad = {
+        "mxfp8-floor": "mxfp8-emulated",
+        "nvfp4-plain": "nvfp4-emulated",
+        "e5m2-forward": "tensorwise-emulated",
+    }
+    content = {"parts": ["controls"], "known_bad": known_bad, "control_forks": names, "runs": []}
     (tmp_path / SUITE_FILE).write_text(json.dumps(content))
     report = build_report(tmp_path)
-    found = {row.name: (row.reference, row.verdict, row.num_diverged) for row in report.controls}
-    assert found == {"mxfp8-floor": ("mxfp8", WORSE, 1), "nvfp4-plain": ("nvfp4", INDISTINCT, 0)}
-    assert not report.is_blind and report.problems == ("controls: nvfp4-plain/seed6-step4: no result",)
-    assert "1 of 2 known-bad controls" in to_text(report)
-
-
-def test_a_suite_whose_controls_have_not_begun_says_so(tmp_path: Path) -> None:
-    (tmp_path / SUITE_FILE).write_text(json.dumps({"size": "tiny", "parts": ["controls"], "runs": []}))
-    report = build_report(tmp_path)
-    assert report.controls == () and report.problems[0].startswith("controls: ") and not report.is_blind
+    found = {row.name: (row.verdict, row.num_diverged, row.num_reference_diverged) for row in report.controls}
+    expected = {"mxfp8-floor": (WORSE, 1, 0), "nvfp4-plain": (INDISTINCT, 0, 1), "e5m2-forward": (UNDECIDED, 0, 0)}
+    assert found == expected and not report.is_blind
+    assert report.controls[0].gaps_fraction[0] == pytest.approx(1.02 / 1.001 - 1, abs=1e-6)
+    assert report.problems == (
+        "controls: 10 of 50 forks have no result: e5m2-forward/seed1-step4, e5m2-forward/seed1-step8, "
+        "e5m2-forward/seed2-step4, ...",
+    )
+    assert "1 of 3 known-bad controls" in to_text(report)

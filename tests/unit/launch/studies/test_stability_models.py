@@ -31,6 +31,7 @@ from megafp8.launch.stability import (
     Suite,
     build_study,
     part_runs,
+    plan_controls,
 )
 from megafp8.launch.study import StudyRun
 
@@ -195,12 +196,14 @@ def test_prepared_data_and_another_tokenizer_are_refused_at_once(tmp_path: Path,
 @pytest.mark.parametrize("size", list(SIZES))
 def test_every_size_accepts_every_recipe_on_one_two_and_four_ranks(tmp_path: Path, size: str, ranks: int) -> None:
     """All parts on four ranks, which take the smallest micro-batch; the pairs on fewer."""
-    parts = [part for part in PARTS if part != CONTINUATION] if ranks == 4 else [PAIRS]
+    parts = [part for part in PARTS if part not in (CONTINUATION, CONTROLS)] if ranks == 4 else [PAIRS]
     recipes = [name for name in recipe_names() if size != "tiny" or name != QUARTET]
     for part in parts:
         found = runs_of(tmp_path, part, size=size, recipes=recipes, gpus=ranks, flags=DATA)
         assert {run.world_size for run in found} == {ranks}
         assert len({run.config.training.global_batch_size for run in found}) == 1
+    suite = Suite(folder=tmp_path, size=size, parts=(CONTROLS,), recipes=("tensorwise",), gpus=ranks, flags=DATA)
+    assert {run.gpus for run in plan_controls(suite, Path("pretrain_gpt.py")).forks} == {ranks}
 
 
 def test_tiny_accepts_quartet_ii_with_other_widths(tmp_path: Path) -> None:

@@ -46,8 +46,8 @@ def test_every_size_is_valid_and_its_sweep_has_the_rate_of_the_pairs(tmp_path: P
     for size in SIZES:
         suite = suite_of(tmp_path, SWEEP, CONTROLS, size=size, num_seeds=2)
         assert len(unique_runs(part_runs(build_study(suite)))) > 20 and 1 in SIZES[size].factors
-        controls = plan_controls(suite, [], SCRIPT)
-        assert len(controls.trunks) == 2 and len(controls.forks) == 2 * SIZES[size].fork_points * 9
+        controls = plan_controls(suite, SCRIPT)
+        assert len(controls.trunks) == 2 and len(controls.forks) == 2 * SIZES[size].fork_points * 7
 
 
 def test_parts_share_their_runs(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_the_settings_of_a_part_are_those_of_its_flags_which_are_parsed_once(tmp
 
 
 def test_controls_and_good_forms_differ_in_one_thing(tmp_path: Path) -> None:
-    runs = plan_controls(suite_of(tmp_path, CONTROLS), [], SCRIPT).forks
+    runs = plan_controls(suite_of(tmp_path, CONTROLS), SCRIPT).forks
     words = {run.name.partition("/")[0]: run.command[run.command.index(str(SCRIPT)) + 1 :] for run in runs}
     configs = {name: flags.parse_with_problems(argv)[0].config for name, argv in words.items()}
     for bad, (good, _) in KNOWN_BAD.items():
@@ -147,7 +147,7 @@ def test_wrong_suites_are_refused(tmp_path: Path, fields: dict, text: str) -> No
         (["--sweep-seeds", "0"], "--sweep-seeds 0: intervals over seeds need at least 2"),
         (["--parts", "continuation", "--checkpoint", "nowhere"], "--checkpoint nowhere: no such folder"),
         (["--parts", "continuation", "--checkpoint", "."], "--checkpoint .: has no complete checkpoint"),
-        (["--parts", "pairs,controls", "--slurm"], "--slurm: controls forks runs, one after the other; start"),
+        (["--parts", "pairs,controls", "--slurm"], "--slurm: controls forks runs that are done; leave it out"),
         (["--parts", "pairs", "--slurm"], "(--job sbatch.mem=64G); or use --job exclusive=true"),
         (["--parts", "pairs", "--slurm", "--job", "bogus=1"], "--job: unknown key 'bogus'; the keys are name, "),
         (["--slurm", "--job", "sbatch={mem:64G}"], "give its keys one by one, as in --job sbatch.KEY=VALUE"),
@@ -163,8 +163,27 @@ def test_wrong_flags_are_refused(tmp_path: Path, capsys, words: list[str], text:
 def test_a_dry_run_lists_forks_of_controls(tmp_path: Path, capsys) -> None:
     assert main(["--output-dir", str(tmp_path), "--parts", "controls", "--seeds", "2", "--dry-run"]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
-    assert last == "0 runs, 0 to start; controls: 2 trunks of 135 steps and 54 forks of 60, 3,510 steps"
-    assert len(lines) == 2 + 54 and lines[0].startswith("controls/trunk/seed1: ") and not list(tmp_path.iterdir())
+    assert last == "0 runs, 0 to start; controls: 2 trunks of 135 steps and 42 forks of 60, 2,790 steps"
+    assert len(lines) == 2 + 42 and lines[0].startswith("controls/trunk/seed1: ") and not list(tmp_path.iterdir())
+
+
+def test_the_status_of_controls_alone(tmp_path: Path, capsys) -> None:
+    assert main(["--output-dir", str(tmp_path), "--parts", "controls", "--seeds", "2", "--status"]) == 0
+    text = "controls: 2 trunks of 135 steps and 42 forks of 60, 2,790 steps to do"
+    assert capsys.readouterr().out.splitlines() == ["no whole runs", text]
+
+
+@pytest.mark.parametrize(("of_runs", "of_controls", "expected"), [(0, 75, 75), (75, 0, 75), (64, 70, 64), (0, 0, 0)])
+def test_controls_are_trained_after_the_whole_runs(
+    tmp_path: Path, monkeypatch, of_runs: int, of_controls: int, expected: int
+) -> None:
+    done = []
+    monkeypatch.setattr("megafp8.cli.stability.run_suite", lambda *_: done.append("runs") or of_runs)
+    monkeypatch.setattr("megafp8.cli.training_pool.train_forks", lambda *_: done.append("forks") or of_controls)
+    words = ["--output-dir", str(tmp_path), "--parts", "pairs,controls", "--seeds", "2", "--", *DATA]
+    assert main(words) == expected and done == (["runs"] if of_runs == 75 else ["runs", "forks"])
+    assert len(json.loads((tmp_path / "stability.json").read_text())["control_forks"]) == 42
+    assert "controls: 42 of 42 forks have no result" in (tmp_path / "report" / "stability.json").read_text()
 
 
 def test_a_dry_run_lists_every_run(tmp_path: Path, capsys) -> None:
@@ -176,6 +195,13 @@ def test_a_dry_run_lists_every_run(tmp_path: Path, capsys) -> None:
 def test_the_report_reads_the_names_that_the_suite_writes() -> None:
     assert stability.SUITE_FILE == stability_runs.SUITE_FILE
     assert process_pool.OUTPUT_FILE == stability_runs.OUTPUT_FILE
+
+
+def test_forks_of_controls_fit_a_given_length(tmp_path: Path) -> None:
+    runs = plan_controls(suite_of(tmp_path, CONTROLS, flags=(*DATA, "--train-iters", "64")), SCRIPT)
+    assert (runs.length, runs.last_step) == (8, 42)
+    with pytest.raises(ConfigError, match="controls: trunks keep the checkpoints of all forks; remove --ckpt-keep"):
+        plan_controls(suite_of(tmp_path, CONTROLS, flags=(*DATA, "--ckpt-keep", "1")), SCRIPT)
 
 
 def test_what_the_controls_set_is_refused_in_that_part_only(tmp_path: Path) -> None:
