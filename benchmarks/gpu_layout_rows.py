@@ -69,6 +69,7 @@ LAYOUTS = {
     "PP 2": Layout(2, "--pipeline-model-parallel-size 2 --micro-batch-size 1", microbatches=8),
     "CP 2": Layout(2, "--context-parallel-size 2"),
     "CP 2 a2a": Layout(2, "--context-parallel-size 2 --cp-comm-type a2a"),
+    "CP 2 allgather": Layout(2, "--context-parallel-size 2 --cp-comm-type allgather"),
     "EP 2": Layout(2, "--expert-model-parallel-size 2", data_parallel=2),
     "DP 4": Layout(4, data_parallel=4),
     "TP 2, DP 2": Layout(4, TP2, data_parallel=2),

@@ -50,7 +50,7 @@ def render_page(report: SuiteReport) -> str:
     has_pairs = report.pairs or report.controls or report.continuation
     seeds = f", {report.info['seeds']} paired seeds" if has_pairs else ""
     device = "" if not loaded else f", {loaded[0].info.world_size} x {loaded[0].info.device_name}"
-    unfinished = f"{len(report.problems)} runs have no result: {'; '.join(report.problems[:5])}"
+    unfinished = f"without a result: {'; '.join(report.problems[:5])}"
     return render(
         "page.html.jinja",
         title=TITLE,
@@ -215,7 +215,8 @@ def controls_section(report: SuiteReport, has_figures: bool) -> PageSection:
     ]  # fmt: skip
     return verdict_section(
         name="controls", title="Known-bad controls",
-        text="Settings that are known to be worse, each against its own good form. A suite that cannot tell them apart "
+        text="Settings that are known to be worse, each against its own good form: forks of runs in BF16, compared at "
+        "their last step; a pair is the mean over the forks of a run. A suite that cannot tell them apart "
         "says so, and what it would take: the paired seeds that would show the observed gap with a probability of "
         "80%, and the smallest gap that these seeds would show so. With divergences, of either form, a sign test "
         "decides.",

@@ -45,8 +45,8 @@ def divides_heads(config: RunConfig, context_ranks: int) -> bool:
 def cp_exchange(config: RunConfig) -> str:
     """`--cp-comm-type`, but no ring where attention stays within documents, which it would need padded.
 
-    In its place heads are exchanged, where ranks divide them: steps are a tenth shorter than where keys and values are
-    gathered (benchmarks/results/attention.md). Deterministic kernels need less memory with the latter.
+    In its place heads are exchanged, where ranks divide them, or else keys and values gathered, which took 9% longer
+    with two ranks and 32,768 tokens (benchmarks/results/attention.md). Deterministic kernels need less memory so.
     """
     parallel, model = config.parallel, config.model
     if not config.data.reset_attention_mask or parallel.cp_comm_type != "p2p":

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS, COLUMNS, NUM_WARPS = 8, 1024, 8  # of a program: 32 numbers a thread
+TILE, MAX_COLUMNS, NUM_WARPS = 8192, 1024, 8  # of a program: 32 numbers a thread
 
 
 @triton.jit
@@ -44,8 +44,10 @@ def swapped(tensor: Tensor) -> Tensor:
     first, second, *rest = tensor.shape
     source, target = tensor.contiguous(), tensor.new_empty(second, first, *rest)
     width = source[0, 0].numel()
-    grid = (triton.cdiv(first * second, ROWS), triton.cdiv(width, COLUMNS))
-    swap_kernel[grid](source, target, first, second, width, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=NUM_WARPS)
+    columns = min(MAX_COLUMNS, triton.next_power_of_2(width))
+    rows = TILE // columns
+    grid = (triton.cdiv(first * second, rows), triton.cdiv(width, columns))
+    swap_kernel[grid](source, target, first, second, width, ROWS=rows, COLUMNS=columns, num_warps=NUM_WARPS)
     return target
 
 

@@ -186,20 +186,21 @@ class WithoutZeros(TorchDispatchMode):
         return args[0] if is_zero and args[0].dim() == 3 else func(*args, **(kwargs or {}))
 
 
-def write_packed_attention_once() -> None:
-    """Leave out the zeros, which tokens between documents would need: documents follow each other here."""
+def write_packed_gradients_once() -> None:
+    """Leave out the zeros, which tokens between documents would need: here documents follow each other.
 
-    def without_zeros(plain: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(plain)
-        def attention(*args: Any, **options: Any) -> Any:
-            is_packed = any(isinstance(each, str) and each.startswith("thd") for each in (*args, *options.values()))
-            with WithoutZeros() if is_packed else contextlib.nullcontext():
-                return plain(*args, **options)
+    Not where queries are cut (bottom-right masks): keys that no query reads get no gradient from the kernel.
+    """
+    plain = backends.fused_attn_bwd
 
-        return attention
+    @functools.wraps(plain)
+    def fused_attn_bwd(*args: Any, **options: Any) -> Any:
+        words = [each for each in (*args, *options.values()) if isinstance(each, str)]
+        is_complete = "padding_causal" in words and any(word.startswith("thd") for word in words)
+        with WithoutZeros() if is_complete else contextlib.nullcontext():
+            return plain(*args, **options)
 
-    backends.fused_attn_fwd = without_zeros(backends.fused_attn_fwd)
-    backends.fused_attn_bwd = without_zeros(backends.fused_attn_bwd)
+    backends.fused_attn_bwd = fused_attn_bwd
 
 
 PATCHES = (
@@ -250,13 +251,13 @@ PATCHES = (
         save_delayed_state_as_tensors,
     ),
     Patch(
-        "zeros before packed attention",
-        "output and gradients of documents are zeroed before kernels write them: 1% of a step of llama-1b",
+        "zeros before packed gradients",
+        "gradients of documents are zeroed before the kernel writes them: 1% of a step of llama-1b",
         (
-            ("pytorch/cpp_extensions/fused_attn.py", "output_tensors = tex.fused_attn_fwd("),
             ("pytorch/cpp_extensions/fused_attn.py", "output_tensors = tex.fused_attn_bwd("),
+            ("pytorch/attention/dot_product_attention/backends.py", "dq, dk, dv, *rest = fused_attn_bwd("),
         ),
-        write_packed_attention_once,
+        write_packed_gradients_once,
     ),
 )
 

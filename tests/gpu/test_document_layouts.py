@@ -31,11 +31,11 @@ CONTEXT = (
 RUNS = {
     "whole": (1, ""),
     "one rank": (1, DOCUMENTS),
-    "gathered": (2, f"{DOCUMENTS} --context-parallel-size 2"),
-    "exchanged": (2, f"{DOCUMENTS} --context-parallel-size 2 --cp-comm-type a2a"),
+    "gathered": (2, f"{DOCUMENTS} --context-parallel-size 2 --cp-comm-type allgather"),
+    "exchanged": (2, f"{DOCUMENTS} --context-parallel-size 2"),
     "latent one rank": (1, f"{DOCUMENTS} {LATENT}"),
-    "latent gathered": (2, f"{DOCUMENTS} {LATENT} --context-parallel-size 2"),
-    "latent exchanged": (2, f"{DOCUMENTS} {LATENT} --context-parallel-size 2 --cp-comm-type a2a"),
+    "latent gathered": (2, f"{DOCUMENTS} {LATENT} --context-parallel-size 2 --cp-comm-type allgather"),
+    "latent exchanged": (2, f"{DOCUMENTS} {LATENT} --context-parallel-size 2"),
 }
 
 

@@ -38,7 +38,7 @@ def _settings_without_default_graph(config: RunConfig) -> Iterator[tuple[str, st
     context, messages = parallel.context_parallel_size, parallel.cp_comm_type
     has_other_ranks = max(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size) > 1
     flag, untested = f"--context-parallel-size {context}", "its graph has not been tested on GPUs"
-    # With documents "p2p" gathers keys and values, too.
+    # With documents "p2p" is one of the others (`dimensions.cp_exchange`).
     tested = ("p2p", "allgather", "a2a") if config.data.reset_attention_mask else ("p2p",)
     fsdp2 = (
         "losses of its graph, which shortens steps only with --fp8-param-gather, have not been compared with those of "

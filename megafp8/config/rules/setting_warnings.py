@@ -245,8 +245,8 @@ def _unused_setting_warnings(config: RunConfig, implementation: LayerBackend) ->
         )
     if config.precision.fp8_dot_product_attention and config.precision.fp8_format is not None:
         yield (
-            "--fp8-dot-product-attention costs loss: with 32,768 tokens validation loss was 1.5% and 3.6% higher "
-            "in a small model after 200 steps than with attention in BF16 (benchmarks/results/attention.md)"
+            "--fp8-dot-product-attention may cost loss: with 32,768 tokens it was 1.5% and 3.6% higher in two seeds "
+            "of a small model after 200 steps than with attention in BF16 (benchmarks/results/attention.md)"
         )
     has_te_ranks = parallel.context_parallel_size > 1 and not implementation.has_torch_attention
     if has_te_ranks and (exchange := dimensions.cp_exchange(config)) != parallel.cp_comm_type:

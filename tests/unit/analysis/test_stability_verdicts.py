@@ -14,7 +14,16 @@ from typing import Optional
 import numpy as np
 import pytest
 
-from megafp8.analysis.stability_gaps import BETTER, INDISTINCT, WORSE, control_row, relative_gap, spread_row
+from megafp8.analysis.seed_statistics import UNDECIDED
+from megafp8.analysis.stability_gaps import (
+    BETTER,
+    INDISTINCT,
+    WORSE,
+    compare_losses,
+    control_row,
+    relative_gap,
+    spread_row,
+)
 from megafp8.analysis.stability_page import gap_text, needed_text, sweep_cells
 from megafp8.analysis.stability_runs import SuiteRun
 from megafp8.analysis.stability_sweep import AS_WIDE, NARROWER, WIDER, SweepRow, compared_sweep, sweep_rows
@@ -56,7 +65,7 @@ def test_gaps_of_divergences_have_a_direction() -> None:
     ],
 )  # fmt: skip
 def test_divergences_of_both_forms_count(own, base, verdict: str, text: str, needed: bool) -> None:
-    row = control_row(pairs_of(own, base), "bad", "good")
+    row = control_row(compare_losses(pairs_of(own, base), "bad", "good", UNDECIDED))
     assert (row.verdict, gap_text(row)) == (verdict, text)
     assert (needed_text(row) != "-") == needed and (not needed or row.seeds_needed > len(own))
 
@@ -83,7 +92,7 @@ def test_equal_forms_that_diverge_are_told_apart_no_more_often_than_the_confiden
     for _ in range(num_trials):
         losses = 3 + 0.05 * generator.standard_normal((2, 7))
         losses[generator.random((2, 7)) < 0.3] = BAD
-        found[control_row(pairs_of(*losses.tolist()), "bad", "good").verdict] += 1
+        found[control_row(compare_losses(pairs_of(*losses.tolist()), "bad", "good", UNDECIDED)).verdict] += 1
     tolerance = 4 * math.sqrt(0.05 * 0.95 / num_trials)
     assert found[WORSE] / num_trials <= 0.05 + tolerance and found[BETTER] / num_trials <= 0.05 + tolerance
     assert found[WORSE] > 0 and found[BETTER] > 0

@@ -80,6 +80,18 @@ def test_rows_are_appended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert path.read_text() == '{"before": 1}\n'
 
 
+def test_the_peer_has_half_of_the_steps_and_in_fp8_no_fused_router(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    monkeypatch.setattr(expert_matrix.subprocess, "run", lambda command, cwd: calls.append(" ".join(command)))
+    options = expert_matrix.parse(["--json", str(tmp_path / "rows"), "--warm-up", "4", "--steps", "8"])
+    expert_matrix.measure(Block("M2", "1 GPU", "auto"), ["@bf16", "bf16", "@delayed"], options)
+    assert [call.partition(" --warm-up ")[2] for call in calls] == [
+        f"4 --steps 8 --modes bf16 {DISPATCHER} auto", "2 --steps 4 --modes @bf16 @delayed moe_router_fusion",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("block", blocks(["M1"]))
 def test_its_modes_are_those_of_layouts(block: Block) -> None:
     modes = [block.mode(recipe) for recipe in block.recipes]

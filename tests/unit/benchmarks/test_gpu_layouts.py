@@ -126,6 +126,7 @@ def test_a_mode_of_the_peer_is_checked_as_the_same_recipe() -> None:
 def test_batches_are_those_of_the_shape() -> None:
     batches = {
         "1 GPU": 2, "DP 2": 4, "TP 2": 2, "CP 2": 2, "CP 2 a2a": 2, "PP 2": 8, "DP 4": 8, "TP 2, DP 2": 4, "TP 4": 2,
+        "CP 2 allgather": 2,
         "PP 4": 16,
     }  # fmt: skip
     assert {name: LAYOUTS[name].global_batch("B") for name in fitting(4, "B")} == batches

@@ -47,3 +47,24 @@ def test_padded_vocabulary(changes, vocab, padded):
     config = with_values(RunConfig(), changes)
     assert dimensions.padded_vocab_size(config, vocab) == padded
     assert padded % config.parallel.tensor_model_parallel_size == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "exchange"),
+    [
+        ({}, "a2a"),
+        ({"data.reset_attention_mask": False}, "p2p"),
+        ({"parallel.cp_comm_type": "allgather"}, "allgather"),
+        ({"parallel.cp_comm_type": "a2a+p2p"}, "a2a+p2p"),
+        ({"parallel.tensor_model_parallel_size": 4}, "a2a"),
+        ({"parallel.tensor_model_parallel_size": 8}, "allgather"),
+        ({"model.group_query_attention": True, "model.num_query_groups": 1}, "allgather"),
+        ({"model.softmax_type": "learnable"}, "allgather"),
+        ({"precision.deterministic_mode": True}, "allgather"),
+        ({"model.num_attention_heads": None}, "allgather"),
+    ],
+)
+def test_documents_have_no_ring(changes, exchange):
+    """Of two context-parallel ranks, with 8 heads."""
+    documents = {"data.reset_attention_mask": True, "parallel.context_parallel_size": 2, "model.num_attention_heads": 8}
+    assert dimensions.cp_exchange(with_values(RunConfig(), documents | changes)) == exchange

@@ -67,6 +67,12 @@ def test_layout_settings_are_translated() -> None:
     assert config.virtual_pipeline_model_parallel_size is None
 
 
+def test_layers_get_the_exchange_of_documents() -> None:
+    for documents, exchange in (("", "p2p"), ("--reset-attention-mask", "a2a")):
+        config = small_config("llama", f"{PLAIN} {documents}")
+        assert mcore_config.parallel_fields(config)["cp_comm_type"] == exchange
+
+
 @pytest.mark.parametrize(
     ("flags", "dtype"), [("", torch.float32), ("--bf16", torch.bfloat16), ("--fp16", torch.float16)]
 )
