@@ -144,12 +144,7 @@ def main(argv: Sequence[str]) -> int:
         print(effort)
         return 0
     sys.stdout, sys.stderr = best_effort(sys.stdout), best_effort(sys.stderr)  # the terminal may be closed
-    num_gpus = len(study_execution.visible_gpus())
-    most = num_gpus // suite.gpus if num_gpus else options.parallel or 1
-    if not most:
-        raise ConfigError(f"--gpus {suite.gpus}: this machine has {num_gpus}")
-    parallel = min(options.parallel or most, most)
-    gpus = training_pool.share_devices(parallel, suite.gpus, num_gpus)[0] if controls else []
+    parallel, gpus = places(suite.gpus, options.parallel) if controls else (1, [])
     stability.write_suite_file(suite, parts, controls.forks if controls else ())
     built_in_data.prepare_data(data, suite.folder, SIZES[suite.size].corpus_bytes)
     log(f"{effort}; folder {study.folder}")
@@ -165,6 +160,23 @@ def main(argv: Sequence[str]) -> int:
         status = of_controls if of_controls == PREEMPTED else status or of_controls
     report(suite.folder)
     return status
+
+
+def places(ranks: int, parallel: Optional[int]) -> tuple[int, list[str]]:
+    """How many runs of so many ranks this machine takes at a time, at most as many as asked for, and its GPUs.
+
+    Raises:
+        ConfigError: it has too few GPUs.
+    """
+    from megafp8.cli import training_pool
+    from megafp8.launch import study_execution
+
+    num_gpus = len(study_execution.visible_gpus())
+    most = num_gpus // ranks if num_gpus else parallel or 1
+    if not most:
+        raise ConfigError(f"--gpus {ranks}: this machine has {num_gpus}")
+    number = min(parallel or most, most)
+    return number, training_pool.share_devices(number, ranks, num_gpus)[0]
 
 
 def check_report_only(options: argparse.Namespace) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megafp8.analysis import stability_runs
-from megafp8.cli.stability import main, run_suite
+from megafp8.cli.stability import main, places, run_suite
 from megafp8.config import flags
 from megafp8.config.variants import EMULATED_FORM
 from megafp8.errors import ConfigError, NumericsError
@@ -184,6 +184,19 @@ def test_controls_are_trained_after_the_whole_runs(
     assert main(words) == expected and done == (["runs"] if of_runs == 75 else ["runs", "forks"])
     assert len(json.loads((tmp_path / "stability.json").read_text())["control_forks"]) == 42
     assert "controls: 42 of 42 forks have no result" in (tmp_path / "report" / "stability.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "parallel", "expected"),
+    [("", 1, None, (1, [])), ("", 2, 3, (3, [])), ("0,1", 1, None, (2, ["0", "1"])), ("0,1", 1, 8, (2, ["0", "1"])),
+     ("0,1", 2, None, (1, ["0", "1"])), ("0,1", 1, 1, (1, ["0"]))],
+)  # fmt: skip
+def test_controls_take_the_places_of_the_machine(monkeypatch, gpus: str, ranks: int, parallel, expected) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    assert places(ranks, parallel) == expected
+    if gpus:
+        with pytest.raises(ConfigError, match="--gpus 4: this machine has 2"):
+            places(4, parallel)
 
 
 def test_a_dry_run_lists_every_run(tmp_path: Path, capsys) -> None:
