@@ -29,6 +29,7 @@ SHARED_MODULES = {
     "command_flags",
     "goodput_flags",
     "built_in_data",
+    "training_pool",
 }
 
 
