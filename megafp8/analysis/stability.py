@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Optional
 
 from megafp8.analysis import stability_statistics
-from megafp8.analysis.runs import load_run
 from megafp8.analysis.seed_statistics import BLIND, CONTROL, UNDECIDED
 from megafp8.analysis.stability_gaps import (
     BETTER,
@@ -26,10 +25,9 @@ from megafp8.analysis.stability_gaps import (
     relative_gap,
     spread_row,
 )
-from megafp8.analysis.stability_runs import SuiteRun, load_suite, losses_by_seed, names_of
+from megafp8.analysis.stability_runs import SuiteRun, load_suite, load_suite_run, losses_by_seed, names_of
 from megafp8.analysis.stability_sweep import SweepRow, sweep_rows
 from megafp8.config.variants import BASELINE, FORKS
-from megafp8.resilience.run_state import finished_state, has_diverged
 
 NAMED_FORKS = 3
 """In the problem that some have no result."""
@@ -123,7 +121,8 @@ def read_controls(folder: Path, info: Mapping[str, Any], whole: Sequence[SuiteRu
     known_bad, planned = info.get("known_bad", {}), info.get("control_forks", ())
     if whole or not planned:
         return [compare_losses(whole, bad, good, UNDECIDED) for bad, good in known_bad.items() if whole], []
-    losses = {name: fork_loss(folder / "controls" / FORKS / name) for name in planned}
+    forks = folder / "controls" / FORKS
+    losses = {name: load_suite_run(forks / name, "controls", {}).final_loss for name in planned}
     rows = []
     for bad, good in known_bad.items():
         of_trunk: dict[str, list[float]] = {}
@@ -136,25 +135,13 @@ def read_controls(folder: Path, info: Mapping[str, Any], whole: Sequence[SuiteRu
         worse, better = (sum(gap == sign * math.inf for gap in gaps) for sign in (1, -1))
         rows.append(
             SuiteGap(
-                name=bad,
-                reference=good,
-                verdict=UNDECIDED,
-                gaps_fraction=gaps,
-                num_diverged=worse,
+                name=bad, reference=good, verdict=UNDECIDED, gaps_fraction=gaps, num_diverged=worse,
                 num_reference_diverged=better,
-            )  # fmt: skip
-        )
+            )
+        )  # fmt: skip
     missing = [name for name, loss in losses.items() if loss is None]
     names = ", ".join(missing[:NAMED_FORKS]) + (", ..." if len(missing) > NAMED_FORKS else "")
     return rows, [f"controls: {len(missing)} of {len(planned)} forks have no result: {names}"] if missing else []
-
-
-def fork_loss(folder: Path) -> Optional[float]:
-    """The last validation loss of a fork; infinite where it diverged, None without a result."""
-    if has_diverged(folder):
-        return math.inf
-    validation = load_run(folder).last_validation if finished_state(folder) is not None else None
-    return None if validation is None else validation.loss
 
 
 def blinded(rows: Sequence[SuiteGap]) -> tuple[SuiteGap, ...]:

@@ -80,21 +80,27 @@ class Display:
         self._bar.close()
 
 
+def due(runs: Sequence[PooledRun]) -> list[PooledRun]:
+    """Those without a result."""
+    return [run for run in runs if not has_result(run)]
+
+
 def train(
     runs: Sequence[PooledRun], parallel: int, gpus: Sequence[str], steps_of_run: int,
     on_end: Callable[[RunOutcome], None] = lambda outcome: None, starts: Mapping[str, int] = MappingProxyType({}),
-    results: Collection[int] = (),
+    results: Collection[int] = (), noun: str = "runs",
 ) -> int:  # fmt: skip
-    """Run what is not done yet; return the exit status of all runs together.
+    """Run what is not done yet, or has no result; return the exit status of all runs together.
 
     Args:
         starts: steps from which runs start that fork, by their names.
         results: exit statuses of runs that failed with a result.
+        noun: what the runs are called.
     """
     sys.stdout, sys.stderr = best_effort(sys.stdout), best_effort(sys.stderr)  # the terminal may be closed
-    waiting = [run for run in runs if finished_state(run.folder) is None]
+    waiting = due(runs) if results else [run for run in runs if finished_state(run.folder) is None]
     if len(waiting) < len(runs):
-        print(f"{len(runs) - len(waiting)} of {len(runs)} runs are done already", file=sys.stderr)
+        print(f"{len(runs) - len(waiting)} of {len(runs)} {noun} are done already", file=sys.stderr)
     display = Display(len(waiting), steps_of_run, starts)
 
     def ended(outcome: RunOutcome) -> None:
@@ -115,11 +121,6 @@ def train(
     return INTERNAL if failed else 0
 
 
-def due(runs: Sequence[PooledRun]) -> list[PooledRun]:
-    """Those without a result."""
-    return [run for run in runs if not has_result(run)]
-
-
 def effort_of_forks(runs: ForkRuns) -> str:
     """How many runs are to be trained, and how many steps."""
     trunks, forks = len(due(runs.trunks)), len(due(runs.forks))
@@ -136,13 +137,10 @@ def train_forks(runs: ForkRuns, parallel: int, gpus: Sequence[str]) -> int:
     # Those of a trunk that failed have nothing to fork from.
     ready = {run.folder.name for run in runs.trunks if finished_state(run.folder) is not None}
     forks = [run for run in runs.forks if run.folder.name.rpartition("-")[0] in ready]
-    todo = due(forks)
-    if len(todo) < len(forks):
-        print(f"{len(forks) - len(todo)} of {len(forks)} forks are done already", file=sys.stderr)
     of_forks = train(
-        todo, parallel, gpus, runs.length,
+        forks, parallel, gpus, runs.length,
         on_end=lambda outcome: discard_weights(outcome.run) if outcome.is_done else None,
         starts={run.name: int(run.name.rpartition("-step")[2]) for run in forks},
-        results=(NumericsError.exit_status,),
+        results=(NumericsError.exit_status,), noun="forks",
     )  # fmt: skip
     return of_forks if of_forks == PREEMPTED else of_trunks or of_forks
