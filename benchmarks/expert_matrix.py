@@ -1,13 +1,17 @@
 """Whole steps of mixtures: recipe x format x dispatcher x expert-parallel ranks, beside megatron-core's loop.
 
     python benchmarks/expert_matrix.py --shard 1/7 --json FILE [--minutes 9]
+    PYTHONPATH=FOLDER_WITH_ANOTHER_MEGATRON_CORE:$PYTHONPATH python benchmarks/expert_matrix.py ... --only peer
     python benchmarks/expert_matrix.py --json FILE                (the table of what is measured)
 
 A block is a shape, a layout and a dispatcher, with BF16, recipes and the peer one after the other (`gpu_layouts.py`,
 which writes the rows). A shard takes every Nth block, measures what the file lacks, and starts no block after
-`--minutes`: run the shards one after the other, and again until nothing is missing. The peer has the dispatcher
-`alltoall`, and is in one block of a layout; its steps take up to five times as long, and half as many are timed. In FP8
-it has no fused router, whose gradient fails with FP8's padding (megatron-core 0.16.1, Transformer Engine 2.20.2).
+`--minutes`: run the shards one after the other, and again until nothing is missing. Ten steps are not timed: in the
+first ones routing changes most, and a graph that has too few rows is captured again.
+
+The peer has the dispatcher `alltoall`, and is in one block of a layout; its steps take up to five times as long, and
+half as many are timed. Where Transformer Engine has one launch per GEMM (`megatron_loop.py`), the peer uses it. In FP8
+it has no fused router, whose gradient fails with FP8's padding (megatron-core 0.16.1 and 0.19.2).
 
 A cell counts as slower where its step takes more than 1 / 0.97 of BF16's, or of the peer's with the same recipe, in two
 rounds. Where it does in the first one, it is measured a second time, beside what it is compared with.
@@ -30,6 +34,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import timing
+from benchmarks.gpu_layout_rows import LAYOUTS, config_of
+from benchmarks.gpu_train import SHAPES
 
 ONE, TWO = "1 GPU", "EP 2"
 BASE = "bf16"
@@ -37,6 +43,8 @@ HYBRID = ("tensorwise", "delayed", "blockwise")
 OURS = (BASE, *HYBRID, "tensorwise-e4m3", "delayed-e4m3")
 PEERS = tuple(f"@{recipe}" for recipe in (BASE, *HYBRID))
 DISPATCHER = "--moe-token-dispatcher-type"
+ONE_LAUNCH = "NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM=1"
+MOST_EXPERTS = 64  # of Transformer Engine's launch
 LIMIT, ROUNDS = 0.97, 2
 
 Steps = dict[str, list[float]]
@@ -56,6 +64,13 @@ class Block(NamedTuple):
         return self.dispatcher in ("auto", "peer")
 
     @property
+    def has_one_launch(self) -> bool:
+        """Whether Transformer Engine multiplies the experts of a rank in one launch."""
+        num_experts = config_of(SHAPES[self.shape]).model.num_experts
+        assert num_experts is not None
+        return num_experts // LAYOUTS[self.layout].num_gpus <= MOST_EXPERTS
+
+    @property
     def recipes(self) -> tuple[str, ...]:
         """What it compares."""
         return (*OURS, *PEERS) if self.has_peer else (BASE, *HYBRID)
@@ -63,7 +78,8 @@ class Block(NamedTuple):
     def mode(self, recipe: str) -> str:
         """As `gpu_layouts.py` takes it."""
         if recipe.startswith("@"):
-            return recipe if recipe == f"@{BASE}" else f"{recipe} moe_router_fusion"
+            settings = [recipe] if recipe == f"@{BASE}" else [recipe, "moe_router_fusion"]
+            return " ".join([ONE_LAUNCH, *settings] if self.has_one_launch and recipe != "@delayed" else settings)
         return f"{recipe} {DISPATCHER} {self.dispatcher}"
 
 
@@ -156,10 +172,12 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", default=["M1", "M2", "M3"])
     parser.add_argument("--shard", help="I/N: measure every Nth block; default: only print the table")
     parser.add_argument("--minutes", type=float, default=9.0, help="no block is started after so long")
-    parser.add_argument("--warm-up", type=int, default=4)
+    parser.add_argument("--only", choices=("megafp8", "peer"), help="measure one of both")
+    parser.add_argument("--warm-up", type=int, default=10)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--json", type=Path, required=True, help="file with the rows of all shards")
     options = parser.parse_args(argv)
+    options.takes = lambda recipe: options.only in (None, "peer" if recipe.startswith("@") else "megafp8")
     if options.shard:
         number, _, total = options.shard.partition("/")
         if not (number.isdigit() and total.isdigit() and 1 <= int(number) <= int(total)):
@@ -173,7 +191,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     options = parse(argv)
     began, all_blocks = time.monotonic(), blocks(options.shapes)
     for block in all_blocks[options.number - 1 :: options.total] if options.shard else ():
-        recipes = missing(block, read(options.json).get(block, {}))
+        recipes = [recipe for recipe in missing(block, read(options.json).get(block, {})) if options.takes(recipe)]
         if recipes and time.monotonic() - began < 60 * options.minutes:
             measure(block, recipes, options)
     found = read(options.json)

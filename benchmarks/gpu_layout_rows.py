@@ -133,6 +133,7 @@ class Row:
         step_ms: median of the steps.
         mean_ms: of the same steps.
         times_ms: of each of them, rounded.
+        megatron: version of megatron-core, empty in older rows.
         num_repeated: steps that were computed twice for want of rows of experts or documents; None of the peer.
         attended: mean part of a sequence that is the document of a token; None without borders.
         losses: of all its steps.
@@ -160,6 +161,7 @@ class Row:
     times_ms: Sequence[float] = ()
     attended: Optional[float] = None
     num_repeated: Optional[int] = None
+    megatron: str = ""
 
     def __str__(self) -> str:
         return f"{self.label} {self.mode}"

@@ -54,6 +54,7 @@ from benchmarks.gpu_train import MODES as MODES_OF_TRAINING
 from benchmarks.gpu_train import SHAPES
 from benchmarks.ports import free_ports
 
+import megatron.core  # isort: skip
 import numpy as np  # isort: skip
 import torch  # isort: skip
 import torch.distributed as dist  # isort: skip
@@ -148,6 +149,7 @@ def measure(options: argparse.Namespace, task: Task, validated: ValidatedRun, pl
         losses=losses + [each.loss for each in results], device=platform.name, layout=task.name, flags=flags,
         environment=environment, software=task.software, mean_ms=mean_ms,
         num_repeated=None if None in repeated else sum(map(bool, repeated)), attended=attended,
+        megatron=megatron.core.__version__,
     )  # fmt: skip
 
 

@@ -3,13 +3,18 @@
 The same shapes, dtypes and random tokens as `gpu_steps.py`; Transformer Engine's fused operations, fused loss, fused
 rotary embedding, overlapped reductions, FP32 gradients accumulated in the GEMM. Shapes with the name of a model are the
 whole model. Mixtures (M1 to M3) have its grouped GEMM, its permute and router kernels, tokens padded in the router for
-FP8, and no fused operations, which are for dense layers. Several ranks divide the work by a `Division`: with tensor
-parallelism the sequence too, experts over ranks that are also data-parallel, optimizer state over all data-parallel
-ranks.
+FP8, and no fused operations, which are for dense layers. With cuBLASLt 13.4 or later (13.5 for tensorwise, 13.6 for
+blockwise) experts can run in one launch per GEMM: NVTE_CUTEDSL_FUSED_GROUPED_MLP=1 takes megatron-core 0.19's fused
+operations for experts, NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM=1 its usual ones.
+
+Several ranks divide the work by a `Division`: with tensor parallelism the sequence too, experts over ranks that are
+also data-parallel, optimizer state over all data-parallel ranks.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -121,11 +126,30 @@ def experts_of(sizes: dict[str, Any], recipe: str) -> dict[str, Any]:
     """megatron-core's fastest settings for the experts of a shape; empty without experts."""
     if "num_moe_experts" not in sizes:
         return {}
-    return {
+    fused = {"use_transformer_engine_op_fuser": True} if is_set("NVTE_CUTEDSL_FUSED_GROUPED_MLP") else {}
+    return fused | {
         "moe_token_dispatcher_type": "alltoall", "moe_grouped_gemm": True, "moe_permute_fusion": True,
         "moe_router_fusion": True, "moe_router_dtype": "fp32", "moe_router_load_balancing_type": "aux_loss",
         "moe_router_padding_for_quantization": "fp8" in RECIPES[recipe],
     }  # fmt: skip
+
+
+def is_set(variable: str) -> bool:
+    """Whether the environment turns it on."""
+    return os.environ.get(variable, "0") == "1"
+
+
+def keep_sizes_of_groups_on_the_device() -> None:
+    """What Transformer Engine's one launch per GEMM reads; megatron-core gives it numbers of the host."""
+    from megatron.core.extensions.transformer_engine import TEGroupedLinear
+
+    plain = TEGroupedLinear.forward
+
+    @functools.wraps(plain)
+    def forward(self: Any, inputs: torch.Tensor, sizes: list[int]) -> Any:
+        return plain(self, inputs, torch.tensor(sizes, dtype=torch.int64).pin_memory().to("cuda", non_blocking=True))
+
+    TEGroupedLinear.forward = forward
 
 
 def build_config(
@@ -221,6 +245,8 @@ class PeerLoop:
         )
         tensor_parallel.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
         self.config = build_config(sizes, recipe, division, turned_off)
+        if is_set("NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"):
+            keep_sizes_of_groups_on_the_device()
         model = build_model(self.config, options, device, fused_operations)
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, overlap_grad_reduce=True, overlap_param_gather=True,

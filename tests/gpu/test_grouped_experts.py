@@ -102,6 +102,24 @@ def test_a_cuda_graph_equals_launched_kernels(recipe: str) -> None:
     assert all(torch.equal(plain_weights[name], captured_weights[name]) for name in plain_weights)
 
 
+@pytest.mark.parametrize(
+    "recompute", ["selective --recompute-modules moe", "full --recompute-method uniform --recompute-num-layers 1"]
+)
+@each_recipe
+def test_recomputation_changes_no_bit(recipe: str, recompute: str) -> None:
+    plain, recomputed = (curve(f"{flags_of(recipe)} {extra}") for extra in ("", f"--recompute-granularity {recompute}"))
+    assert recomputed == plain
+
+
+@each_recipe
+def test_experts_with_a_capacity_are_those_of_transformer_engine(recipe: str) -> None:
+    capacity = "--moe-expert-capacity-factor 0.75"
+    ours, theirs = (curve(f"{flags_of(recipe, kernels)} {capacity}") for kernels in ("triton", "te"))
+    print(f"\n{recipe}: {ours.losses} {theirs.losses}")
+    assert gap(ours, theirs) < CLOSE[recipe]
+    assert ours.losses[0] != curve(flags_of(recipe)).losses[0]  # tokens were dropped
+
+
 def waits_of_step(extra: str) -> Counter[str]:
     """The lines at which the host waits for the device in the fifth step, as far as torch's own calls do."""
     with gpu_run(extra) as run:

@@ -32,3 +32,8 @@ $LAYOUTS --layouts "1 GPU" --shape M2 --modes bf16 delayed
 
 # The matrix: again and again, nine minutes each, until nothing is missing
 python benchmarks/expert_matrix.py --shard 1/1 --json benchmarks/results/experts/matrix.jsonl
+
+# Beside megatron-core 0.19.2 with cuBLASLt 13.10 in place of the one that PyTorch brings
+A=NVTE_CUTEDSL_FUSED_GROUPED_MLP=1 B=NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM=1 N=moe_router_fusion
+python benchmarks/gpu_layouts.py --shape M1 --layouts "EP 2" --warm-up 3 --steps 6 \
+    --modes "$A @bf16" "$B @bf16" @bf16 "$A @tensorwise $N"

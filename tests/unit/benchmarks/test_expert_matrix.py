@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import expert_matrix, gpu_layouts
-from benchmarks.expert_matrix import DISPATCHER, Block, blocks, cells, missing, read
+from benchmarks.expert_matrix import DISPATCHER, ONE_LAUNCH, Block, blocks, cells, missing, read
 
 
 def written(path: Path, block: Block, steps: dict[str, list[float]]) -> None:
@@ -88,8 +88,16 @@ def test_the_peer_has_half_of_the_steps_and_in_fp8_no_fused_router(
     options = expert_matrix.parse(["--json", str(tmp_path / "rows"), "--warm-up", "4", "--steps", "8"])
     expert_matrix.measure(Block("M2", "1 GPU", "auto"), ["@bf16", "bf16", "@delayed"], options)
     assert [call.partition(" --warm-up ")[2] for call in calls] == [
-        f"4 --steps 8 --modes bf16 {DISPATCHER} auto", "2 --steps 4 --modes @bf16 @delayed moe_router_fusion",
+        f"4 --steps 8 --modes bf16 {DISPATCHER} auto",
+        f"2 --steps 4 --modes {ONE_LAUNCH} @bf16 @delayed moe_router_fusion",
     ]  # fmt: skip
+
+
+def test_the_peer_has_one_launch_for_up_to_64_experts_of_a_rank() -> None:
+    modes = {(block.shape, block.layout): block.mode("@bf16") for block in blocks(["M1", "M3"]) if block.has_peer}
+    fast = f"{ONE_LAUNCH} @bf16"
+    assert modes == {("M1", "1 GPU"): "@bf16", ("M3", "1 GPU"): fast, ("M1", "EP 2"): fast, ("M3", "EP 2"): fast}
+    assert Block("M1", "EP 2", "peer").mode("@tensorwise") == f"{ONE_LAUNCH} @tensorwise moe_router_fusion"
 
 
 @pytest.mark.parametrize("block", blocks(["M1"]))
