@@ -211,7 +211,7 @@ def median_rows(rows: Sequence[Row]) -> Iterator[Row]:
     """One row a task, with the median of its times and its highest peak, in the order of the first round."""
     by_task: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        by_task.setdefault((*row.same_ranks, row.mode, row.flags), []).append(row)
+        by_task.setdefault((row.shape, *row.same_ranks, row.mode, row.flags), []).append(row)
     for same in by_task.values():
         step_ms, peak_gib = statistics.median(row.step_ms for row in same), max(row.peak_gib for row in same)
         yield dataclasses.replace(same[0], step_ms=step_ms, peak_gib=peak_gib)

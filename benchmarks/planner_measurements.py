@@ -259,6 +259,10 @@ MEASUREMENTS: tuple[Measurement, ...] = (
     _ours("M1", "tensorwise-e4m3", HELD_OUT, PEER, "EP 2, graph", num_gpus=2, step_ms=469.7, peak_gib=54.4),
     _ours("M3", "bf16", HELD_OUT, PEER, "EP 2, graph", num_gpus=2, step_ms=781, peak_gib=38.8),
     _ours("M3", "delayed", HELD_OUT, PEER, "EP 2, graph", num_gpus=2, step_ms=551, peak_gib=40.7),
+    _ours("M2", "bf16", HELD_OUT, PEER, "EP 2, graph", num_gpus=2, step_ms=1832, peak_gib=87.0),
+    _ours("M2", "tensorwise-e4m3", HELD_OUT, PEER, "EP 2, graph", num_gpus=2, step_ms=1506, peak_gib=74.2),
+    _ours("M2", "delayed", HELD_OUT, PEER, "EP 2, graph", num_gpus=2, step_ms=1478, peak_gib=77.5),
+    _ours("M3", "blockwise", HELD_OUT, PEER, "EP 2, graph", num_gpus=2, step_ms=741, peak_gib=41.0),
     # An earlier version, whose router's GEMM did not run on tensor cores; twice the tokens.
     _ours("M1", "bf16", HELD_OUT, f"{EP2} 64", "EP 2, all-to-all", num_gpus=2, step_ms=1449, peak_gib=50.9),
     # Emulated layers: their memory only, the planner does not time them.

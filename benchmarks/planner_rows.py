@@ -63,16 +63,16 @@ def predict(row: Row) -> Predicted:
 
 def table(predictions: Sequence[Predicted]) -> str:
     """Errors are (predicted - measured) / measured."""
-    header = ("layout", "recipe", "GPU", "step ms", "predicted", "error", "peak GiB", "predicted", "error")
+    header = ("shape", "layout", "recipe", "GPU", "step ms", "predicted", "error", "peak GiB", "predicted", "error")
     cells = []
     for found in predictions:
         row = found.row
         cells.append((
-            row.label, row.recipe, found.gpu,
+            row.shape, row.label, row.recipe, found.gpu,
             f"{row.step_ms:.1f}", f"{found.step_ms:.1f}", f"{found.step_ms / row.step_ms - 1:+.1%}",
             f"{row.peak_gib:.1f}", f"{found.peak_gib:.1f}", f"{found.peak_gib / row.peak_gib - 1:+.1%}",
         ))  # fmt: skip
-    return markdown_table(header, cells, "lllrrrrrr")
+    return markdown_table(header, cells, "llllrrrrrr")
 
 
 def report(path: Path) -> tuple[str, list[str]]:

@@ -41,6 +41,9 @@ def non_torch_bytes(config: RunConfig, world_size: int) -> int:
 # (`FusedAdam.get_unscaled_state`). The memory of activations and logits is free by then.
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+UNEVEN_LOAD = 1.6
+"""Rows of the busiest of two expert-parallel ranks over their mean, at least: what three mixtures reached on H200s in the
+first steps of training, when routing is far from balanced."""
 SCALED = ("fp16", "fp8")
 """Dtypes whose tensors have a scale."""
 
@@ -96,7 +99,8 @@ def keeps_experts_in_bf16(config: RunConfig) -> bool:
 def mlp_channels(config: RunConfig, tokens: int, residual: int) -> tuple[int, int]:
     """Elements in the MLP of a layer on one rank, mean over the layers, and permuted elements of experts' inputs.
 
-    The load of the experts counts as balanced. A rank with more tokens needs more.
+    The load of the experts counts as balanced, but for the room in a CUDA graph with the dispatcher `peer`. A rank with
+    more tokens needs more.
 
     Args:
         tokens: of a microbatch on a context-parallel rank.
@@ -108,7 +112,9 @@ def mlp_channels(config: RunConfig, tokens: int, residual: int) -> tuple[int, in
         return dense, 0
     assert model.num_layers is not None
     fraction = mixture.num_expert_layers(model) / model.num_layers
-    room = mixture.PEER_ROOM if mixture.token_dispatcher(config) == mixture.PEER else 1.0
+    # A rank never needs room for more rows than all ranks have together.
+    is_peer = mixture.token_dispatcher(config) == mixture.PEER
+    room = min(mixture.PEER_ROOM * UNEVEN_LOAD, config.parallel.expert_model_parallel_size) if is_peer else 1.0
     widths = room * model.moe_router_topk * mixture.moe_ffn_hidden_size(model)
     widths += model.moe_shared_expert_intermediate_size or 0
     elements = (1 - fraction) * dense + fraction * tokens * widths // tp
