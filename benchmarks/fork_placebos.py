@@ -1,12 +1,13 @@
 """Placebos of comparisons by forks: BF16 against BF16 with another order of summation, where nothing may be found.
 
-    python benchmarks/fork_placebos.py [--placebos 40] [--csv FILE]
+    python benchmarks/fork_placebos.py [--placebos 40] --csv FILE
 
 A placebo has four trunks with two forks each, as `megafp8 run-comparison --forks` has them, and its own seeds: a run,
 and from each fork on the same run with half the micro-batch, whose gradients are added in another order. The interval
 over trunks is that of the report. At 95% it must hold zero in 38 of 40 placebos; 35 are within chance.
 
-All runs are in this process: a fork repeats its trunk, to the bit, up to the step of the fork.
+All runs are in this process: a fork repeats its trunk, to the bit, up to the step of the fork. A benchmark that was
+interrupted resumes: placebos in the file are not repeated.
 """
 
 from __future__ import annotations
@@ -73,17 +74,25 @@ def costs_of_trunk(text: str) -> dict[int, float]:
     return costs
 
 
+def read(path: Path) -> list[dict[str, str]]:
+    """The placebos in the file."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Exit status 1 if too many placebos find something."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--placebos", type=int, default=40, help="default 40")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "fork_placebos", help="text and tokenizer")
-    parser.add_argument("--csv", type=Path, help="write the intervals")
+    parser.add_argument("--csv", type=Path, required=True, help="intervals, one a line; read first")
     options = parser.parse_args(argv)
     data = options.folder.resolve()
     stdlib_text.prepare_data(data)
-    rows = []
-    for number in range(options.placebos):
+    if not options.csv.exists():
+        options.csv.write_text("placebo,mean,low,high\n", encoding="utf-8")
+    done = {int(row["placebo"]) for row in read(options.csv)}
+    for number in (number for number in range(options.placebos) if number not in done):
         costs: dict[ForkPoint, dict[int, float]] = {}
         for seed in range(TRUNKS * number, TRUNKS * (number + 1)):
             text = (
@@ -92,14 +101,11 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             )
             costs |= {ForkPoint(seed, step): {LENGTH: cost} for step, cost in costs_of_trunk(text).items()}
         (interval,) = over_trunks(by_trunk(costs, [LENGTH]))
-        assert interval.low is not None and interval.high is not None
-        rows.append((interval.mean, interval.low, interval.high, interval.low <= 0 <= interval.high))
-        print(number, " ".join(f"{value:+.4%}" for value in rows[-1][:3]), rows[-1][3], flush=True)
-    num_holding = sum(row[3] for row in rows)
+        with options.csv.open("a", encoding="utf-8") as file:
+            file.write(f"{number},{interval.mean:.6g},{interval.low:.6g},{interval.high:.6g}\n")
+    rows = read(options.csv)
+    num_holding = sum(float(row["low"]) <= 0 <= float(row["high"]) for row in rows)
     print(f"{num_holding} of {len(rows)} intervals hold zero")
-    if options.csv:
-        with options.csv.open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file, lineterminator="\n").writerows([("mean", "low", "high", "holds_zero"), *rows])
     return int(num_holding < 35 / 40 * len(rows))
 
 

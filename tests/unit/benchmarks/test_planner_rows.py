@@ -60,7 +60,7 @@ def test_the_command_prints_medians_and_what_it_cannot_predict(
     cells = [cell.strip() for cell in lines[2].split("|")[1:-1]]
     step_ms, peak_gib = planner_rows.predict(one).step_ms, planner_rows.predict(one).peak_gib
     assert cells == [
-        "DP 4", "bf16", "h200", "190.0", f"{step_ms:.1f}", f"{step_ms / 190 - 1:+.1%}", "20.0", f"{peak_gib:.1f}",
+        "B", "DP 4", "bf16", "h200", "190.0", f"{step_ms:.1f}", f"{step_ms / 190 - 1:+.1%}", "20.0", f"{peak_gib:.1f}",
         f"{peak_gib / 20 - 1:+.1%}",
     ]  # fmt: skip
     assert len(lines) == 5 and "not 'cpu'" in lines[3] and "the planner's recipes are" in lines[4], lines
