@@ -76,15 +76,7 @@ def check_model(path: Path, saved: RunConfig, config: RunConfig, num_rows: Optio
     Args:
         num_rows: padded number of rows of this run's embedding, which is compared, too; None: it is not known.
     """
-    is_null = [each.data.tokenizer_type == NULL_TOKENIZER for each in (saved, config)]
-    checked = set(settings.settings_with(Role.WEIGHTS))
-    if None in (saved.model.vocab_size, config.model.vocab_size) or is_null[0] != is_null[1]:
-        checked.remove("model.vocab_size")
-    # Sinkhorn selects experts by other scores than all other types.
-    if len({"sinkhorn" in each.model.moe_router_load_balancing_type for each in (saved, config)}) == 1:
-        checked.remove("model.moe_router_load_balancing_type")
-    different = settings.diff(with_explicit_sizes(saved), with_explicit_sizes(config))
-    lines = [line for line in different if line.partition(":")[0] in checked]
+    lines = model_differences(saved, config)
     if num_rows is not None and all(line.startswith("model.vocab_size:") for line in lines):
         check_vocabulary(path, saved, config, num_rows)  # names the flag's value
     elif num_rows is not None and not has_vocabulary(embedding_rows(path), saved, config, num_rows):
@@ -95,6 +87,19 @@ def check_model(path: Path, saved: RunConfig, config: RunConfig, num_rows: Optio
             + "\n".join(f"  {line}" for line in lines)
             + "\nfix: give this run another --save and --load, or use the checkpoint's model (--use-checkpoint-args)"
         )
+
+
+def model_differences(saved: RunConfig, config: RunConfig) -> list[str]:
+    """Return the settings by which two runs have different models, as text (`model.num_layers: 2 -> 4`)."""
+    is_null = [each.data.tokenizer_type == NULL_TOKENIZER for each in (saved, config)]
+    checked = set(settings.settings_with(Role.WEIGHTS))
+    if None in (saved.model.vocab_size, config.model.vocab_size) or is_null[0] != is_null[1]:
+        checked.remove("model.vocab_size")
+    # Sinkhorn selects experts by other scores than all other types.
+    if len({"sinkhorn" in each.model.moe_router_load_balancing_type for each in (saved, config)}) == 1:
+        checked.remove("model.moe_router_load_balancing_type")
+    different = settings.diff(with_explicit_sizes(saved), with_explicit_sizes(config))
+    return [line for line in different if line.partition(":")[0] in checked]
 
 
 def changed_settings(path: Path, config: RunConfig, world_size: int, weights_only: bool) -> tuple[str, ...]:

@@ -52,6 +52,7 @@ class Manifest:
         layout: sizes of the parallel axes: pipeline, tensor, data x context.
         saved_at: UTC, ISO 8601.
         files: by path relative to the folder.
+        merged: what a merged checkpoint was made of (`merge.MergePlan.provenance`); None for others.
     """
 
     step: int
@@ -59,6 +60,7 @@ class Manifest:
     layout: tuple[int, ...]
     saved_at: str
     files: Mapping[str, FileEntry]
+    merged: Optional[Mapping[str, Any]] = None
 
     @property
     def num_bytes(self) -> int:
@@ -200,10 +202,21 @@ def relative_files(folder: Path) -> Iterable[str]:
             yield path.relative_to(folder).as_posix()
 
 
-def _encode(manifest: Manifest) -> bytes:
+def content_sha256(manifest: Manifest) -> str:
+    """Return the SHA-256 of a manifest, which covers all files: it is that in `manifest.json`."""
+    return hashlib.sha256(json.dumps(_plain(manifest), sort_keys=True).encode()).hexdigest()
+
+
+def _plain(manifest: Manifest) -> dict[str, Any]:
     content = {"version": MANIFEST_VERSION} | asdict(manifest)
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    return (json.dumps(content | {"sha256": digest}, indent=1, sort_keys=True) + "\n").encode()
+    if manifest.merged is None:
+        del content["merged"]  # the bytes of earlier versions
+    return content
+
+
+def _encode(manifest: Manifest) -> bytes:
+    content = _plain(manifest) | {"sha256": content_sha256(manifest)}
+    return (json.dumps(content, indent=1, sort_keys=True) + "\n").encode()
 
 
 def _decode(content: dict[str, Any]) -> Manifest:
@@ -213,4 +226,5 @@ def _decode(content: dict[str, Any]) -> Manifest:
         layout=tuple(content["layout"]),
         saved_at=content["saved_at"],
         files={name: FileEntry(**entry) for name, entry in content["files"].items()},
+        merged=content.get("merged"),
     )

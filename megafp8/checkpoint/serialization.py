@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.strategies import torch as strategies
 from megatron.core.dist_checkpointing.validation import validate_sharding_integrity
 from megatron.core.safe_globals import register_safe_globals
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint._traverse import set_element
@@ -185,6 +186,39 @@ class SafeReader(FileSystemReader):
         for item in plan.items:
             super().read_data(replace(plan, items=[item]), planner)
         return super().read_data(replace(plan, items=[]), planner)
+
+    def read_elements(self, info: Any, first: int, num_elements: int) -> torch.Tensor:
+        """Return elements from `first` on of one stored chunk of a tensor, in the order of its elements.
+
+        Only these are read: a chunk may be a complete matrix of several GB.
+
+        Args:
+            info: where the chunk is, from the metadata's `storage_data`.
+
+        Returns:
+            The elements in the stored dtype. Shape: (num_elements,).
+
+        Raises:
+            CheckpointError: the chunk has fewer elements.
+        """
+        with open(self.path / info.relative_path, "rb") as file:
+            archive = self._slice_file(file, info)
+            with FakeTensorMode():  # shape and place only
+                stored = torch.load(archive, map_location="cpu", weights_only=True)
+            if first + num_elements > stored.numel():
+                raise CheckpointError(
+                    f"{self.path / info.relative_path} has a tensor of {stored.numel()} elements only"
+                )
+            place = getattr(stored.untyped_storage(), "_checkpoint_offset", None)
+            if place is None or not stored.is_contiguous():  # torch 2.6 does not tell the place
+                archive.seek(0)
+                stored = torch.load(archive, map_location="cpu", weights_only=True)
+                return cast(torch.Tensor, stored.flatten()[first : first + num_elements])
+            content = bytearray(num_elements * stored.itemsize)
+            file.seek(info.offset + place + (stored.storage_offset() + first) * stored.itemsize)
+            if file.readinto(content) != len(content):  # type: ignore[attr-defined]  # of a buffered file
+                raise CheckpointError(f"{file.name} ends within a tensor")
+        return torch.frombuffer(content, dtype=stored.dtype)
 
     def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
         file_slice = cast(IO[bytes], FileSlice(cast(io.IOBase, file), sinfo.offset, sinfo.length))

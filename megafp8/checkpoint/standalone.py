@@ -11,7 +11,7 @@ import io
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -146,36 +146,74 @@ def save_parts(folder: Path, parts: CheckpointParts, has_stacks: bool = True) ->
     Raises:
         CheckpointError: as `save_weights`.
     """
-    common, step = parts.common, parts.common["step"]
+    return save_files(folder, parts.common, parts.num_bytes, partial(write_files, parts=parts, has_stacks=has_stacks))
+
+
+def save_files(
+    folder: Path,
+    common: Mapping[str, Any],
+    num_bytes: int,
+    write: Callable[[Path], dict[str, FileEntry]],
+    merged: Optional[Mapping[str, Any]] = None,
+) -> Path:
+    """Save a checkpoint whose files a function writes; return its folder.
+
+    Args:
+        common: plain values with step, consumed_samples and layout.
+        num_bytes: size of its tensors.
+        write: writes all files except the manifest and returns the entries of the tensor files.
+        merged: as in `Manifest`.
+
+    Raises:
+        CheckpointError: as `save_weights`.
+    """
+    step = common["step"]
     unfinished = directory.unfinished_path(folder, step)
     try:
-        directory.make_unfinished_folder(folder, step, parts.num_bytes)
-        files = write_files(unfinished, parts, has_stacks)
+        directory.make_unfinished_folder(folder, step, num_bytes)
+        files = write(unfinished)
         check_readable(unfinished)
         manifest = build_manifest(unfinished, step, common["consumed_samples"], tuple(common["layout"]), files)
-        return directory.publish(folder, step, manifest)
+        return directory.publish(folder, step, replace(manifest, merged=merged))
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written: {error}") from error
 
 
 def write_files(folder: Path, parts: CheckpointParts, has_stacks: bool = True) -> dict[str, FileEntry]:
     """Write all files of a checkpoint except the manifest; return the manifest entries of the tensor files."""
-    torch.save(dict(parts.common), folder / COMMON_FILE)
-    save_config(BACKEND, str(folder))
     items = build_write_items(parts.sources, has_stacks)
     source_by_index = {item.index: source for item, source in zip(items, parts.sources.values(), strict=True)}
-    items += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in parts.objects]
+    return write_items(
+        folder, parts.common, items, lambda item: make_tensor(source_by_index[item.index], item), parts.objects
+    )
 
-    def make(item: WriteItem) -> Tensor | io.BytesIO:
-        if item.type == WriteItemType.BYTE_IO:
-            return serialized(parts.objects[item.index.fqn])
-        return make_tensor(source_by_index[item.index], item)
+
+def write_items(
+    folder: Path,
+    common: Mapping[str, Any],
+    items: list[WriteItem],
+    make: Callable[[WriteItem], Tensor],
+    objects: Mapping[str, Any],
+) -> dict[str, FileEntry]:
+    """As `write_files`, from torch's write items.
+
+    Args:
+        items: parts of tensors, in the order of the file.
+        make: returns the part of an item, in its shape and dtype.
+        objects: other sharded values, by name.
+    """
+    torch.save(dict(common), folder / COMMON_FILE)
+    save_config(BACKEND, str(folder))
+    of_objects = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in objects]
+
+    def resolve(item: WriteItem) -> Tensor | io.BytesIO:
+        return serialized(objects[item.index.fqn]) if item.type == WriteItemType.BYTE_IO else make(item)
 
     writer = HashingWriter(folder, num_files=1)  # so that memory holds few tensors
-    plans, metadata = create_default_global_save_plan([SavePlan(items)])
+    plans, metadata = create_default_global_save_plan([SavePlan([*items, *of_objects])])
     (plan,) = writer.prepare_global_plan(plans)
     writer.prepare_write_data(plan, planner=None)
-    writer.finish(metadata, [writer.write(make, parts.common.get("step", IMPORT_STEP))])
+    writer.finish(metadata, [writer.write(resolve, common.get("step", IMPORT_STEP))])
     return writer.written
 
 
@@ -190,13 +228,21 @@ def build_write_items(sources: Mapping[str, LazyTensor], has_stacks: bool) -> li
     """Return torch's write items for the tensors, in their order."""
     locations = [tensor_location(name, source, has_stacks) for name, source in sources.items()]
     num_layers = Counter(location.key for location in locations)
-    items = []
-    for location in locations:
-        shape = location.shape if location.layer is None else (num_layers[location.key], *location.shape)
-        data = TensorWriteData(location.chunk, TensorProperties(dtype=location.dtype), torch.Size(shape))
-        index = MetadataIndex(location.key, location.chunk.offsets)
-        items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-    return items
+    return [
+        write_item(
+            location.key,
+            location.chunk,
+            location.shape if location.layer is None else (num_layers[location.key], *location.shape),
+            location.dtype,
+        )
+        for location in locations
+    ]
+
+
+def write_item(key: str, chunk: ChunkStorageMetadata, shape: Sequence[int], dtype: torch.dtype) -> WriteItem:
+    """Return torch's write item for a part of a tensor of this shape."""
+    data = TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size(shape))
+    return WriteItem(MetadataIndex(key, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
 
 def tensor_location(name: str, source: LazyTensor, has_stacks: bool) -> TensorLocation:
@@ -266,6 +312,7 @@ class CheckpointTensors:
             self._reader = SafeReader(path)
             metadata = self._reader.read_metadata()
             self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        self._storage = metadata.storage_data
         self._kinds = {
             key: kind for key, kind in metadata.state_dict_metadata.items() if isinstance(kind, TensorStorageMetadata)
         }
@@ -307,6 +354,41 @@ class CheckpointTensors:
             tensor = torch.empty(chunk.sizes, dtype=dtype)  # of any size that the checkpoint says
             self._reader.read_data(LoadPlan(items), SingleTensorPlanner(tensor)).wait()
         return tensor
+
+    def stored_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the stored tensor, which may be a stack of all layers."""
+        return tuple(self._kinds[self.locations[name].key].size)
+
+    def read_rows(self, name: str, first: int, last: int) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+        """Yield what is stored of rows `first` to `last` (exclusive) of dim 0 of a tensor, of which a scalar has one.
+
+        Stored chunks of any layout may have any parts of them. Memory holds these parts only, one at a time.
+
+        Yields:
+            The place of a part in a tensor of shape (last - first, *shape[1:]), and the part.
+
+        Raises:
+            CheckpointError: it cannot be read, or not all of the rows are stored.
+        """
+        location = self.locations[name]
+        is_stacked, missing = location.layer is not None, (last - first) * prod(location.shape[1:])
+        with load_errors(self.path, needs_common=False):
+            for chunk in self._kinds[location.key].chunks:
+                offsets, sizes = tuple(chunk.offsets[is_stacked:]) or (0,), tuple(chunk.sizes[is_stacked:]) or (1,)
+                layer = location.layer - chunk.offsets[0] if location.layer is not None else 0
+                begin, end = max(first, offsets[0]), min(last, offsets[0] + sizes[0])
+                if not (0 <= layer < (chunk.sizes[0] if is_stacked else 1)) or begin >= end or 0 in sizes:
+                    continue
+                row = prod(sizes[1:])
+                # Rows follow each other in a chunk, so these are one range of its elements.
+                start = (layer * sizes[0] + begin - offsets[0]) * row
+                info = self._storage[MetadataIndex(location.key, chunk.offsets)]
+                part = self._reader.read_elements(info, start, (end - begin) * row).view(end - begin, *sizes[1:])
+                columns = (slice(at, at + size) for at, size in zip(offsets[1:], sizes[1:], strict=True))
+                yield (slice(begin - first, end - first), *columns), part
+                missing -= part.numel()
+        if missing:
+            raise CheckpointError(f"{self.path} does not contain all of {name}")
 
     def load_object(self, name: str) -> Any:
         """Read one of `objects`, without running code from the checkpoint.

@@ -1,4 +1,4 @@
-"""List, verify, show, prune, hash and seal checkpoints.
+"""List, verify, show, prune, hash, seal and merge checkpoints.
 
     megafp8 checkpoint list runs/first
     megafp8 checkpoint verify runs/first
@@ -6,13 +6,18 @@
     megafp8 checkpoint prune runs/first --ckpt-keep 3
     megafp8 checkpoint hash runs/first
     megafp8 checkpoint seal runs/old/iter_0000200
+    megafp8 checkpoint merge runs/first --ckpt-step 800 900 1000 --output runs/merged
+    megafp8 checkpoint merge runs/a/iter_0000900 runs/b/iter_0001000 --output runs/merged --weights 1-sqrt
 
 A folder is a run's (its --save) or a single checkpoint's. `list` compares file sizes, and hashes of small files, with
 the manifest. `verify` reads every byte. `show` prints settings and tensors. `prune` verifies the
 newest checkpoints, then deletes all others. `hash` prints a hash that is equal for equal contents, in every layout of
-files. `seal` writes a manifest for a checkpoint that has none. `list`, `verify`, `show` and `hash` include the run's
-`non_persistent` folder; give a --non-persistent-global-ckpt-dir as a folder of its own. Exit status: 0; 64 for wrong
-flags; 74 for a checkpoint that is damaged, missing or refused. No code from a checkpoint is run.
+files. `seal` writes a manifest for a checkpoint that has none. `merge` averages FP32 main weights, or the weights of
+checkpoints without optimizer state, over checkpoints of any layouts. It writes the mean in FP32, without optimizer
+state: start a run from it with --pretrained-checkpoint, with --load and --finetune, or with --load and --no-load-optim
+at the newest step. `list`, `verify`, `show`, `hash` and `merge` include the run's `non_persistent` folder; give a
+--non-persistent-global-ckpt-dir as a folder of its own. Exit status: 0; 64 for wrong flags; 74 for a checkpoint that is
+damaged, missing or refused. No code from a checkpoint is run.
 """
 
 from __future__ import annotations
@@ -22,13 +27,13 @@ import dataclasses
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional
 
 from megafp8.checkpoint import directory, manifest
-from megafp8.cli.command_flags import add_flags, int_flag, switch
-from megafp8.cli.common import build_command_parser, install_patches, returns_exit_status
+from megafp8.cli.command_flags import add_flags, argument, float_flag, int_flag, path_flag, switch
+from megafp8.cli.common import build_command_parser, bytes_bar, install_patches, returns_exit_status
 from megafp8.errors import CheckpointError, ConfigError
 from megafp8.utils.files import path_argument
 from megafp8.utils.strict_json import parse_json
@@ -44,9 +49,13 @@ def build_parser() -> argparse.ArgumentParser:
         ("prune", "delete all but the newest"),
         ("hash", "SHA-256 of the contents of one checkpoint: weights, optimizer, scales, random states, progress"),
         ("seal", "write a manifest for a checkpoint that has none"),
+        ("merge", "average the weights of several checkpoints into one"),
     ):
         command = commands.add_parser(name, help=help_text, description=help_text)
-        command.add_argument("folder", type=path_argument, help="folder of a run or of one checkpoint")
+        command.add_argument(
+            "folder", type=path_argument, nargs="+" if name == "merge" else None,
+            help="folder of a run or of one checkpoint",
+        )  # fmt: skip
         command.add_argument("--json", action="store_true", help="print JSON instead of text")
         if name in ("verify", "show", "hash"):
             text = "this step only" if name == "verify" else "this step (default: the newest)"
@@ -59,6 +68,18 @@ def build_parser() -> argparse.ArgumentParser:
                 int_flag("--ckpt-keep", "number of newest checkpoints to keep, at least 1", required=True),
                 switch("--set-aside", "also delete .corrupt and .retired checkpoints"),
                 switch("--dry-run", "print what would be deleted and stop"),
+            )  # fmt: skip
+        if name == "merge":
+            add_flags(
+                command,
+                int_flag("--ckpt-step", "checkpoints to merge, of each folder of a run", nargs="+"),
+                path_flag("--output", "run folder to create", required=True, metavar="OUT"),
+                argument("--weights", "how much each checkpoint counts, by the order of their steps: all the same; "
+                         "newer ones more, in proportion to their place; as a 1-sqrt decay of the rate over their "
+                         "steps would have it; an exponential mean (default: uniform)", default="uniform",
+                         choices=("uniform", "linear", "1-sqrt", "ema")),
+                float_flag("--ema-decay", "factor between a checkpoint and the next newer one, with --weights ema "
+                           "(default: 0.9)", metavar="D"),
             )  # fmt: skip
     return parser
 
@@ -111,6 +132,7 @@ def state_of(path: Path, with_hashes: bool) -> dict[str, Any]:
     return state | {
         "step": content.step, "consumed_samples": content.consumed_samples, "layout": content.layout,
         "saved_at": content.saved_at, "num_files": len(content.files), "num_bytes": content.num_bytes,
+        **({"merged": content.merged} if content.merged else {}),
     }  # fmt: skip
 
 
@@ -172,6 +194,7 @@ def show(options: argparse.Namespace) -> int:
     print(f"weights    {contents.num_parameters:,} elements in {weights / 1e9:.3f} GB")
     print(f"optimizer  {optimizer / 1e9:.3f} GB" if optimizer else "optimizer  none")
     print(f"objects    {', '.join(contents.objects) or 'none'}")
+    print_merged(state.get("merged"))
     if contents.samples:
         print(f"samples    {json.dumps(contents.samples, default=str)[:200]}")
     if contents.history.skipped:
@@ -229,13 +252,71 @@ def seal(options: argparse.Namespace) -> int:
     return 0
 
 
-COMMANDS = {"list": list_, "verify": verify, "show": show, "prune": prune, "hash": hash_, "seal": seal}
+def merge(options: argparse.Namespace) -> int:
+    decay = 0.9 if options.ema_decay is None else options.ema_decay
+    if options.ema_decay is not None and (options.weights != "ema" or not 0 < decay < 1):
+        raise ConfigError(f"--ema-decay {decay:g} needs --weights ema, and must be between 0 and 1")
+    paths = checkpoints_to_merge(options.folder, options.ckpt_step)
+    if is_one(options.output):
+        raise ConfigError(f"--output {options.output} has the name of a checkpoint: give the folder of a run")
+    if options.output.exists():
+        raise ConfigError(f"--output {options.output} exists; give a folder that does not")
+    num_bytes = sum(manifest.read_manifest(path).num_bytes for path in paths)
+    install_patches()
+    from megafp8.checkpoint.convert.safetensors_files import publish_folder
+    from megafp8.checkpoint.merge import plan_merge
+
+    with bytes_bar(num_bytes, desc="verify") as bar:
+        plan = plan_merge(paths, options.weights, decay, bar.update)
+    with publish_folder(options.output) as folder, bytes_bar(plan.num_bytes, desc="merge") as bar:
+        name = plan.write(folder, bar.update).name
+    if options.json:
+        print(json.dumps({"path": str(options.output / name), "merged": plan.provenance()}))
+    else:
+        print(f"{options.output / name} is the mean in FP32, without optimizer state")
+        print_merged(plan.provenance())
+    return 0
+
+
+def checkpoints_to_merge(folders: Sequence[Path], wanted: Optional[Sequence[int]]) -> list[Path]:
+    """Return the checkpoints of `merge`: those that are given as folders, and the wanted steps of runs' folders.
+
+    Raises:
+        ConfigError: they are fewer than two, one is given twice, or steps are missing or given for one checkpoint.
+        CheckpointError: one is absent.
+    """
+    paths = []
+    for folder in folders:
+        if wanted is None and not is_one(folder):
+            raise ConfigError(f"{folder} is the folder of a run: give --ckpt-step, or folders of checkpoints")
+        paths += [checkpoints_of(folder, step)[-1] for step in wanted or (None,)]
+    if len({path.resolve() for path in paths}) < max(2, len(paths)):
+        names = ", ".join(map(str, paths))
+        raise ConfigError(f"{names}: give at least two checkpoints, each of them once (--ckpt-step, or more folders)")
+    return paths
+
+
+def print_merged(merged: Optional[Mapping[str, Any]]) -> None:
+    """Print what a merged checkpoint was made of; nothing for another."""
+    if merged is None:
+        return
+    print(f"merged     --weights {merged['weights']}, megafp8 {merged['version']}")
+    for source in merged["sources"]:
+        facts = f"step {source['step']}, {source['averaged']}, manifest {source['sha256']}"
+        print(f"  {source['coefficient']:.6f}  {source['path']}  {facts}")
+
+
+COMMANDS = {
+    "list": list_, "verify": verify, "show": show, "prune": prune, "hash": hash_, "seal": seal, "merge": merge,
+}  # fmt: skip
 
 
 @returns_exit_status("checkpoint")
 def main(argv: Sequence[str]) -> int:
     """Run a subcommand and return its exit status."""
     options = build_parser().parse_args(argv)
-    if not options.folder.is_dir():
-        raise CheckpointError(f"{options.folder}: there is no such folder")
+    folders = options.folder if isinstance(options.folder, list) else [options.folder]
+    for folder in folders:
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: there is no such folder")
     return COMMANDS[options.command](options)
