@@ -125,8 +125,9 @@ class MergePlan:
         """Return what the manifest says about the merge. `sha256` is that of a source's manifest."""
         sources = [
             {
-                "path": str(source.path.resolve()), "step": source.manifest.step, "sha256": content_sha256(source.manifest),
-                "coefficient": source.coefficient, "averaged": self.averaged_form(source),
+                "path": str(source.path.resolve()), "step": source.manifest.step,
+                "sha256": content_sha256(source.manifest), "coefficient": source.coefficient,
+                "averaged": self.averaged_form(source),
             }
             for source in self.sources
         ]  # fmt: skip

@@ -214,11 +214,11 @@ class SafeReader(FileSystemReader):
                 archive.seek(0)
                 stored = torch.load(archive, map_location="cpu", weights_only=True)
                 return cast(torch.Tensor, stored.flatten()[first : first + num_elements])
-            content = bytearray(num_elements * stored.itemsize)
+            content = torch.empty(num_elements * stored.itemsize, dtype=torch.uint8)
             file.seek(info.offset + place + (stored.storage_offset() + first) * stored.itemsize)
-            if file.readinto(content) != len(content):  # type: ignore[attr-defined]  # of a buffered file
+            if file.readinto(content.numpy()) != len(content):  # type: ignore[attr-defined]  # of a buffered file
                 raise CheckpointError(f"{file.name} ends within a tensor")
-        return torch.frombuffer(content, dtype=stored.dtype)
+        return content.view(stored.dtype)
 
     def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
         file_slice = cast(IO[bytes], FileSlice(cast(io.IOBase, file), sinfo.offset, sinfo.length))

@@ -190,3 +190,55 @@ def test_seal_writes_a_missing_manifest(tool, run: Path, capsys) -> None:
     (path / MANIFEST).unlink()
     assert tool.main(["seal", str(path.rename(run / "iter_0000008"))]) == 74
     assert "contains step 7" in capsys.readouterr().err
+
+
+def test_merge(tool, run: Path, tmp_path: Path, capsys) -> None:
+    copy_as_step(run / "iter_0000007", run, 9)
+    output = tmp_path / "merged"
+    command = ["merge", str(run), "--ckpt-step", "7", "9", "--output", str(output)]
+    assert tool.main([*command, "--weights", "ema", "--ema-decay", "0.5"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(
+        f"{output / 'iter_0000007'} is the mean in FP32, without optimizer state\nmerged     --weights"
+    )
+    assert f"  0.333333  {run / 'iter_0000007'}  step 7, FP32 main weights, manifest " in out
+    assert tool.main(["verify", str(output)]) == 0 and tool.main(["show", str(output)]) == 0
+    assert "ema 0.5" in capsys.readouterr().out
+    assert tool.main(["show", str(output), "--json"]) == 0
+    merged = json.loads(capsys.readouterr().out)["merged"]
+    assert [source["step"] for source in merged["sources"]] == [7, 9]
+    assert tool.main(command) == 64 and "exists; give a folder that does not" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "text"),
+    [
+        ("RUN --output OUT", 64, "give --ckpt-step, or folders of checkpoints"),
+        ("RUN --ckpt-step 7 --output OUT", 64, "give at least two checkpoints"),
+        ("RUN --ckpt-step 7 7 --output OUT", 64, "each of them once"),
+        ("RUN --ckpt-step 7 8 --output OUT", 74, "--ckpt-step 8: "),
+        ("RUN/iter_0000007 --ckpt-step 7 --output OUT", 64, "iter_0000007 is one checkpoint"),
+        ("RUN/iter_0000007 NONE --output OUT", 74, "NONE: there is no such folder"),
+        ("RUN --ckpt-step 7 9 --output OUT/iter_0000009", 64, "has the name of a checkpoint"),
+        ("RUN --ckpt-step 7 9 --output OUT --ema-decay 0.5", 64, "--ema-decay 0.5 needs --weights ema"),
+        ("RUN --ckpt-step 7 9 --output OUT --weights ema --ema-decay 1", 64, "must be between 0 and 1"),
+    ],
+)
+def test_what_merge_refuses(words: str, status: int, text: str, tool, run: Path, tmp_path: Path, capsys) -> None:
+    copy_as_step(run / "iter_0000007", run, 9)
+    command = words.replace("RUN", str(run)).replace("OUT", str(tmp_path / "out")).split()
+    assert tool.main(["merge", *command]) == status
+    assert text in capsys.readouterr().err and not list(tmp_path.glob("out*"))
+
+
+def test_merge_refuses_urls(tool, capsys) -> None:
+    with pytest.raises(SystemExit, match="64"):
+        tool.main(["merge", "s3://bucket/run", "--ckpt-step", "7", "9", "--output", "out"])
+    assert "is a URL, but this flag takes a path" in capsys.readouterr().err
+
+
+def test_merge_refuses_a_damaged_checkpoint(tool, run: Path, tmp_path: Path, capsys) -> None:
+    copy_as_step(run / "iter_0000007", run, 9)
+    name = damage(run / "iter_0000007")
+    assert tool.main(["merge", str(run), "--ckpt-step", "7", "9", "--output", str(tmp_path / "out")]) == 74
+    assert f"{name} is damaged" in capsys.readouterr().err and not list(tmp_path.glob("out*"))
