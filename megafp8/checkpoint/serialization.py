@@ -216,7 +216,7 @@ class SafeReader(FileSystemReader):
                 return cast(torch.Tensor, stored.flatten()[first : first + num_elements])
             content = torch.empty(num_elements * stored.itemsize, dtype=torch.uint8)
             file.seek(info.offset + place + (stored.storage_offset() + first) * stored.itemsize)
-            if file.readinto(content.numpy()) != len(content):  # type: ignore[attr-defined]  # of a buffered file
+            if file.readinto(content.numpy()) != len(content):
                 raise CheckpointError(f"{file.name} ends within a tensor")
         return content.view(stored.dtype)
 
