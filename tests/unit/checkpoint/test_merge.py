@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 from collections.abc import Callable
 from functools import partial
@@ -256,13 +257,10 @@ def test_memory_holds_no_complete_tensor(tmp_path: Path, monkeypatch: pytest.Mon
     shape, most = (3 << 13, 1 << 12), 320 << 20
     small = [tensors_saved(tmp_path / f"small{number}", number) for number in (1, 2)]
 
-    def make(value: int) -> torch.Tensor:
-        return torch.full(shape, float(value))
-
     name = "embedding.word_embeddings.weight"
-    for number in (1, 2):
-        source = LazyTensor(shape, torch.float32, partial(make, number))
-        save_weights(tmp_path / f"{number}", configure(SMALL), {name: source})
+    source = LazyTensor(shape, torch.float32, lambda: torch.full(shape, 1.5))
+    save_weights(tmp_path / "1", configure(SMALL), {name: source})
+    shutil.copytree(tmp_path / "1", tmp_path / "2", copy_function=os.link)
     monkeypatch.setattr(writer, "MAX_LAG_BYTES", 1 << 24)
 
     def peak() -> int:
