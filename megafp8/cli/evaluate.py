@@ -1,12 +1,17 @@
-"""Measure the loss and the perplexity of checkpoints on a data set.
+"""Measure the loss and the perplexity of checkpoints on a data set, or how well they answer questions.
 
     megafp8 evaluate --load RUN
     megafp8 evaluate --load RUN OTHER --data-path shards/test --output losses.json
     megafp8 evaluate --load RUN --input held_out.jsonl --precision high
+    megafp8 evaluate --load RUN --tasks questions.jsonl
 
-Without --data-path and --input the data are the samples of the run's own validations. Otherwise the data set is read in
-its own order, and every token but the first is predicted once, in windows of the run's sequence length. The loss is the
-mean over all tokens. One process computes it on a GPU if there is one, else on the CPU.
+Without --data-path, --input and --tasks the data are the samples of the run's own validations. Otherwise the data set
+is read in its own order, and every token but the first is predicted once, in windows of the run's sequence length. The
+loss is the mean over all tokens. One process computes it on a GPU if there is one, else on the CPU.
+
+A line of a task file is a question, {"context": "2 + 2 =", "choices": [" 4", " 5"], "answer": 0}, or a continuation,
+{"context": "2 + 2 =", "target": " 4"}. Accuracy is the share of questions whose right choice is the most likely one,
+normalized accuracy that for each byte of the choice. Bits per byte are those of the right answers.
 """
 
 from __future__ import annotations
@@ -45,6 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
         argument("--data-path", "path prefixes of token shards", nargs="+", metavar="PREFIX"),
         argument("--input", "text files, folders or patterns, as for preprocessing; an end-of-document token follows "
                  "each document", nargs="+", metavar="F"),
+        argument("--tasks", "task files, of questions as JSON lines", nargs="+", metavar="F"),
     )  # fmt: skip
     add_flags(
         parser,
@@ -67,7 +73,10 @@ def build_parser() -> argparse.ArgumentParser:
 def problems(arguments: argparse.Namespace) -> list[str]:
     """Return everything that is wrong with the flags."""
     found = common.too_small(arguments, ("tokens", "seq_length", "micro_batch_size"))
-    if arguments.seq_length is not None and not (arguments.data_path or arguments.input):
+    if arguments.tasks:
+        given = common.given_flags(arguments, ("tokens", "seq_length"))
+        found += [f"--{name.replace('_', '-')} has no effect with --tasks: remove it" for name in given]
+    elif arguments.seq_length is not None and not (arguments.data_path or arguments.input):
         found.append("--seq-length: the run's validation samples have the run's length; give --data-path or --input")
     return found + common.output_problems(arguments.output) + common.launcher_problems("evaluates")
 
@@ -116,40 +125,62 @@ def evaluate(arguments: argparse.Namespace, folder: Path, step: Optional[int]) -
     from tqdm import tqdm
 
     from megafp8.checkpoint.metadata import read_config
+    from megafp8.data.task_files import load_tasks, truncations
     from megafp8.mcore.process_groups import destroy_process_groups
     from megafp8.training.dataset_loss import dataset_loss
     from megafp8.training.language_model import load_language_model
+    from megafp8.training.task_scores import checkpoint_scores
 
     tokenizer = common.given_flags(arguments, ("tokenizer_type", *common.TOKENIZER_FILES))
     model = load_language_model(folder, step, arguments.precision, uses_cache=False, tokenizer_files=tokenizer)
     log(str(model))
     try:
         size = arguments.micro_batch_size or read_config(model.path).training.micro_batch_size or 1
-        total, batches = open_data(arguments, model, size)
-        with tqdm(total=total, unit=" tokens", unit_scale=True, disable=None) as bar:
-            result = dataset_loss(model, batches, bar.update)
+        if arguments.tasks:
+            tasks = load_tasks(arguments.tasks, model.tokenizer, model.context_tokens)
+            for warning in truncations(tasks):
+                log(warning)
+            with tqdm(total=sum(len(task.rows) for task in tasks), unit=" choices", disable=None) as bar:
+                result: dict[str, Any] = checkpoint_scores(model, tasks, size, bar.update)
+        else:
+            total, batches = open_data(arguments, model, size)
+            with tqdm(total=total, unit=" tokens", unit_scale=True, disable=None) as bar:
+                result = dataclasses.asdict(dataset_loss(model, batches, bar.update))
     finally:
         destroy_process_groups()  # the next checkpoint may be of another model
     return {
         "checkpoint": str(model.path),
-        "data": arguments.data_path or arguments.input or "validation samples of the run",
+        "data": arguments.data_path or arguments.input or arguments.tasks or "validation samples of the run",
         "precision": arguments.precision,
         "layers": model.implementation.name,
         "device": str(model.device),
         "seq_length": arguments.seq_length or model.context_tokens,
         "micro_batch_size": size,
-        **dataclasses.asdict(result),
+        **result,
     }
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """Return a row for each checkpoint."""
+    """Return a row for each checkpoint, or for each task of each."""
+    if "tasks" in results[0]:
+        columns = ("checkpoint", "task", "questions", "accuracy", "normalized", "bits/byte", "questions/s")
+        return text_table(columns, [row for each in results for row in task_rows(each)], "llrrrrr")
     rows = [
         (each["checkpoint"], f"{each['loss']:.6f}", f"{each['perplexity']:,.4f}", f"{each['num_tokens']:,}",
          f"{each['num_tokens'] / max(each['seconds'], 1e-9):,.0f}")
         for each in results
     ]  # fmt: skip
     return text_table(("checkpoint", "loss", "perplexity", "tokens", "tokens/s"), rows, "lrrrr")
+
+
+def task_rows(result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Return a row for each task of a checkpoint."""
+    tasks = result["tasks"]
+    speed = sum(scores["num_questions"] for scores in tasks.values()) / max(result["seconds"], 1e-9)
+    for name, scores in tasks.items():
+        shares = ["-" if scores[key] is None else f"{scores[key]:.2%}" for key in ("accuracy", "normalized_accuracy")]
+        numbers = f"{scores['num_questions']:,}", *shares, f"{scores['bits_per_byte']:.4f}", f"{speed:,.0f}"
+        yield (result["checkpoint"], name, *numbers)
 
 
 @common.returns_exit_status("evaluate")

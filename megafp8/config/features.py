@@ -18,6 +18,7 @@ VALUE = "VALUE"
 _FEATURES: Mapping[str, Callable[[RunConfig], bool]] = MappingProxyType(
     {
         "--cuda-graph-impl local": lambda config: config.training.cuda_graph_impl != "none",
+        "--eval-iters": lambda config: config.training.eval_iters > 0,
         "--max-skipped-steps": lambda config: config.training.max_skipped_steps > 0,
         "--num-experts": lambda config: is_mixture(config.model),
         "--optimizer muon": is_muon,

@@ -171,6 +171,21 @@ VALID, VALID_HIGH_PRECISION, TEST = "valid", "valid-high-precision", "test"
 
 
 @dataclass(frozen=True, kw_only=True)
+class TaskScores:
+    """Scores of the questions of a task file."""
+
+    num_questions: int
+    bits_per_byte: float
+    """Of the right answers: their information in bits over their bytes of UTF-8."""
+    accuracy: Optional[float] = None
+    """Share of the questions whose right choice has the largest log-likelihood; None without choices."""
+    normalized_accuracy: Optional[float] = None
+    """The same with the log-likelihood for each byte of the choice."""
+    num_truncated: int = 0
+    """Questions whose context was cut at the start, since they were longer than a sequence."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvalRecord:
     """One evaluation on held-out data."""
 
@@ -186,6 +201,8 @@ class EvalRecord:
     eval_ms: float
     consumed_tokens: int
     """Training tokens before the evaluation."""
+    tasks: Optional[dict[str, TaskScores]] = None
+    """With --eval-tasks, the scores by task; None in tests and without."""
 
     def __post_init__(self) -> None:
         if self.split not in (VALID, VALID_HIGH_PRECISION, TEST):

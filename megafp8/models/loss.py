@@ -42,6 +42,12 @@ def token_loss(loss_mask: Tensor, losses: Tensor) -> LossOutput:
     return total, num_tokens.to(torch.int32), {"loss": torch.stack((total.detach(), num_tokens))}
 
 
+def row_loss(loss_mask: Tensor, losses: Tensor) -> LossOutput:
+    """`token_loss`; the record also has the sum of each sequence as `row_losses`, FP32 (B,)."""
+    total, num_tokens, report = token_loss(loss_mask, losses)
+    return total, num_tokens, report | {"row_losses": (losses.detach().float() * loss_mask.float()).sum(dim=1)}
+
+
 def multi_token_loss(depth_sums: Tensor, loss_mask: Tensor, losses: Tensor) -> LossOutput:
     """`token_loss` of the main output; the record also has the sums of multi-token prediction as `mtp_losses`.
 
@@ -88,7 +94,7 @@ def counting_documents(loss: Callable[[Tensor], LossOutput], squares: Tensor, lo
 
 
 def build_forward_step(
-    device: torch.device, context_parallel_size: int, documents_room: GraphRoom
+    device: torch.device, context_parallel_size: int, documents_room: GraphRoom, sums_rows: bool = False
 ) -> Callable[[Iterator[dict[str, Tensor]], torch.nn.Module], tuple[Tensor, Callable[[Tensor], LossOutput]]]:
     """Build megatron-core's forward step, which returns a chunk's output and its loss function.
 
@@ -96,6 +102,7 @@ def build_forward_step(
 
     Args:
         documents_room: decides on the number of documents.
+        sums_rows: the losses are those of `row_loss`, for models without multi-token prediction.
     """
 
     def forward_step(
@@ -116,9 +123,9 @@ def build_forward_step(
             tokens, positions = batch["tokens"], batch["position_ids"]
             labels, loss_mask = batch["labels"], batch["loss_mask"]
         chunk = unwrap_model(model)
-        if not isinstance(chunk, MultiTokenGPT):
+        if sums_rows or not isinstance(chunk, MultiTokenGPT):
             output = model(tokens, positions, documents, labels=labels)
-            loss: Callable[[Tensor], LossOutput] = partial(token_loss, loss_mask)
+            loss: Callable[[Tensor], LossOutput] = partial(row_loss if sums_rows else token_loss, loss_mask)
         else:
             output = model(tokens, positions, documents, labels=labels, loss_mask=loss_mask)
             loss = partial(multi_token_loss, chunk.depth_sums(loss_mask), loss_mask)

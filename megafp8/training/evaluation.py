@@ -16,7 +16,7 @@ from megafp8.checkpoint.save import finish_param_gather
 from megafp8.config import iterations
 from megafp8.config.batch_schedule import BatchSchedule, constant
 from megafp8.data.loader import build_loader
-from megafp8.metrics.records import VALID, VALID_HIGH_PRECISION, EvalRecord
+from megafp8.metrics.records import TEST, VALID, VALID_HIGH_PRECISION, EvalRecord
 from megafp8.metrics.sinks import Sinks
 from megafp8.optimizer.gradient_checks import LOSS, sum_over_ranks
 from megafp8.resilience import fault_injection
@@ -26,6 +26,7 @@ from megafp8.training.precision import high_precision
 from megafp8.training.run import Run
 from megafp8.training.signals import is_stop_requested
 from megafp8.training.step import forward_backward, forward_or_replay
+from megafp8.training.task_scores import score_tasks
 
 
 def evaluate(
@@ -41,7 +42,7 @@ def evaluate(
     A global batch has `--eval-global-batch-size` sequences.
 
     All validations read the same samples, so that their losses can be compared, also between runs on the same data.
-    Under `--fp8-schedule` the precision is that of the last step.
+    Under `--fp8-schedule` the precision is that of the last step. Validations also score the run's tasks.
 
     Args:
         split: `VALID_HIGH_PRECISION` quantizes no GEMM.
@@ -71,6 +72,9 @@ def evaluate(
             if loss is not None:
                 total += loss
             fault_injection.point("evaluation.batch")
+        scores = score_tasks(run, step) if run.tasks and split != TEST else {}
+    if scores is None:
+        return None
     counted = total if run.rank_position.reports_loss else torch.zeros_like(total)
     totals = sum_over_ranks({LOSS: counted}, device)
     return EvalRecord(
@@ -81,6 +85,7 @@ def evaluate(
         num_tokens=round(totals.num_tokens),
         eval_ms=1000 * (time.monotonic() - started),
         consumed_tokens=consumed_tokens,
+        tasks=scores or None,
     )
 
 

@@ -14,12 +14,13 @@ from megatron.core.utils import get_model_config
 
 from megafp8.checkpoint.directory import NON_PERSISTENT
 from megafp8.checkpoint.progress import HighPrecisionFallback, Progress, TrainingState
-from megafp8.config import iterations, lr_schedule
+from megafp8.config import derived, iterations, lr_schedule
 from megafp8.config.batch_schedule import BatchSchedule
 from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.precision_options import is_quantized_at
 from megafp8.config.schema import RunConfig
 from megafp8.data.sample_hash import SampleHashChain
+from megafp8.data.task_files import Task
 from megafp8.device.platform import Platform
 from megafp8.mcore.process_groups import RankPosition
 from megafp8.metrics.health_suggestions import Case
@@ -50,6 +51,7 @@ class Run:
         graph: runs the passes, from CUDA graphs or kernel by kernel.
         timer: measures steps. Every step waits for the loss, so the device is at most one update behind the host.
         documents_room: decides on the number of documents in the shapes of a microbatch.
+        tasks: questions of `--eval-tasks`.
         watchdog: watches the steps and handles signals; one that was not started does nothing.
     """
 
@@ -65,6 +67,7 @@ class Run:
     graph: EagerPasses
     timer: StepTimer
     documents_room: GraphRoom
+    tasks: Sequence[Task] = ()
     watchdog: Watchdog = field(default_factory=Watchdog)
 
     @property
@@ -83,6 +86,19 @@ class Run:
         """Tokens in one sequence."""
         assert self.config.data.seq_length is not None
         return self.config.data.seq_length
+
+    @property
+    def length_multiple(self) -> int:
+        """Sequences of other lengths must be a multiple of it, for GEMMs and for their split over ranks."""
+        parallel = self.config.parallel
+        if parallel.tp_comm_overlap:  # its buffers have the shape of a microbatch
+            return self.seq_length
+        multiple = derived.gemm_alignment(self.config.precision) if self.implementation.has_native_gemms else 1
+        if parallel.sequence_parallel:
+            multiple *= parallel.tensor_model_parallel_size
+        if parallel.context_parallel_size > 1:
+            multiple *= 2 * parallel.context_parallel_size
+        return min(multiple, self.seq_length)
 
     @property
     def micro_batch_size(self) -> int:

@@ -17,6 +17,7 @@ from megafp8.config.data_phases import first_samples
 from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.schema import RunConfig
 from megafp8.data.datasets import build_datasets
+from megafp8.data.task_files import load_tasks, truncations
 from megafp8.data.tokenizers.build import build_tokenizer
 from megafp8.device.platform import Platform, init_distributed, local_rank, set_num_threads
 from megafp8.errors import ConfigError
@@ -67,12 +68,20 @@ def build_training_run(
     vocab_size = dimensions.padded_vocab_size(config, num_ids)
     if vocab_size < num_ids:
         raise ConfigError(f"--padded-vocab-size {vocab_size} is less than the {num_ids} ids of the tokenizer")
+    tasks = load_tasks(config.training.eval_tasks, tokenizer, config.data.seq_length or 0)
+    if rank_position.rank == 0:
+        print(*(f"warning: {line}\n" for line in truncations(tasks)), sep="", end="", flush=True)
     num_samples = iterations.dataset_samples(config, rank_position.world_size)
     datasets: tuple[Any, Any, Any] = (None, None, None)
     if has_data:
         report = print_at_intervals(0.0 if config.logging.verbose else REPORT_INTERVAL_S)
         starts = first_samples(config, rank_position.world_size)
         datasets = build_datasets(config, tokenizer, num_samples, report, local_rank() == 0, starts)
+        if tasks and datasets[1] is None:
+            raise ConfigError(
+                "--eval-tasks is for validations, and the run has no validation data: give --valid-data-path, or a "
+                "--split with some"
+            )
     transformer_config = build_transformer_config(config, implementation, platform.kind == "cuda")
     training_state = build_training_state(
         config, transformer_config, implementation, vocab_size, rank_position.world_size, platform
@@ -103,6 +112,7 @@ def build_training_run(
         graph=build_step_graph(config, training_state.chunks, device, counters),
         timer=StepTimer(),
         documents_room=documents_room,
+        tasks=tasks,
     )
 
 

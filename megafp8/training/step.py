@@ -225,17 +225,29 @@ def forward_or_replay(run: Run, batches: Batches, num_microbatches: int) -> list
     return run.graph.evaluate(eager, batches, num_microbatches)
 
 
-def forward_backward(run: Run, batches: Batches, num_microbatches: int, forward_only: bool) -> list[dict[str, Tensor]]:
-    """Run megatron-core's pipeline schedule; returns the reports of the losses on the last stage, else none."""
+def forward_backward(
+    run: Run,
+    batches: Batches,
+    num_microbatches: int,
+    forward_only: bool,
+    forward_step: Optional[Callable[..., Any]] = None,
+    seq_length: Optional[int] = None,
+) -> list[dict[str, Tensor]]:
+    """Run megatron-core's pipeline schedule; returns the reports of the losses on the last stage, else none.
+
+    Args:
+        forward_step: megatron-core's callback; default the run's.
+        seq_length: tokens in a sequence of the batches; default the run's.
+    """
     chunks = run.training_state.chunks
     schedule = get_forward_backward_func()
     with layer_runtime(run.implementation).cached_weights(chunks):
         return schedule(
-            forward_step_func=run.forward_step,
+            forward_step_func=forward_step or run.forward_step,
             data_iterator=batches_of_chunks(run, batches),
             model=chunks,
             num_microbatches=num_microbatches,
-            seq_length=run.seq_length,
+            seq_length=seq_length or run.seq_length,
             micro_batch_size=run.micro_batch_size,
             forward_only=forward_only,
         )

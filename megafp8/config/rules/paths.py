@@ -89,6 +89,13 @@ def prompts_are_there(config: RunConfig, world_size: int) -> Iterator[str]:
         yield f"--sample-prompts {path}: no such file; give a text file with a prompt a line, or --sample-prompt TEXT"
 
 
+def task_files_are_there(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The files of --eval-tasks can be read."""
+    for path in config.training.eval_tasks:
+        if not os.path.isfile(path):
+            yield f"--eval-tasks {path}: no such file; give a file of JSON lines, a question a line"
+
+
 def checkpoints_to_load_are_there(config: RunConfig, world_size: int) -> Iterator[str]:
     """The folder to load from exists, unless it is the one that the run saves to and will resume from."""
     checkpoint = config.checkpoint

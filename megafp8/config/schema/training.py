@@ -100,6 +100,10 @@ class TrainingConfig:
     eval_high_precision: bool = setting(
         False, "validate a second time, with all GEMMs in the dtype of the weights", role=Role.OUTPUT, megatron=OWN
     )
+    eval_tasks: tuple[str, ...] = setting(
+        (), "files of questions as JSON lines, which validations answer; see megafp8 evaluate --tasks",
+        many=True, path=True, requires="--eval-iters", role=NO_ROLE, metavar="FILE", megatron=OWN,
+    )
     skip_train: bool = setting(False, "validate without training", role=Role.OUTPUT)
     exit_interval: Optional[int] = setting(
         None, "save and exit at the first step that is a multiple of this",

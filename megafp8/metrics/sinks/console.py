@@ -18,6 +18,7 @@ from megafp8.metrics.records import (
     RunRecord,
     SampleRecord,
     StepRecord,
+    TaskScores,
 )
 from megafp8.utils.formatting import duration_text
 
@@ -245,10 +246,24 @@ def mean_losses(records: list[StepRecord]) -> str:
 
 def describe_eval(record: EvalRecord) -> str:
     """One line about an evaluation."""
-    return (
-        f"{split_name(record.split)} loss {record.loss:.4f} | perplexity {record.perplexity:.4g} | "
-        f"{format_count(record.num_tokens)} tokens | {record.eval_ms / 1000:.1f} s"
+    tasks = (f"{name} {describe_scores(scores)}" for name, scores in (record.tasks or {}).items())
+    return " | ".join(
+        (
+            f"{split_name(record.split)} loss {record.loss:.4f}",
+            f"perplexity {record.perplexity:.4g}",
+            f"{format_count(record.num_tokens)} tokens",
+            *tasks,
+            f"{record.eval_ms / 1000:.1f} s",
+        )
     )
+
+
+def describe_scores(scores: TaskScores) -> str:
+    """The scores of a task: `45.0% (normalized 50.0%), 1.234 bits/byte`."""
+    bits = f"{scores.bits_per_byte:.3f} bits/byte"
+    if scores.accuracy is None or scores.normalized_accuracy is None:
+        return bits
+    return f"{scores.accuracy:.1%} (normalized {scores.normalized_accuracy:.1%}), {bits}"
 
 
 def split_name(split: str) -> str:

@@ -255,6 +255,8 @@ def start_wandb(wandb: Any, arguments: Mapping[str, Optional[str]]) -> Any:
 
 ScalarRecord = Union[StepRecord, QuantizationRecord, GuardRecord, EvalRecord, ExpertRecord]
 EVAL_NAMES = {VALID: "validation", VALID_HIGH_PRECISION: "validation high precision", TEST: "test"}
+TASK_PREFIXES = {VALID_HIGH_PRECISION: "tasks high precision"}
+TASK_FIELDS = ("accuracy", "normalized_accuracy", "bits_per_byte")
 TENSOR_FIELDS = ("amax", "num_non_finite", "quant_scale_min", "quant_scale_max", "scale_spread_octaves",
                  "underflow_fraction", "saturated_fraction", "sqnr_db", "mean_local_sqnr_db", "staleness_octaves",
                  "outlier_octaves", "update_to_weight", "codes_changed_fraction")  # fmt: skip
@@ -264,6 +266,8 @@ MODEL_FIELDS = ("gradient_signal", "gradient_noise", "gradient_noise_scale", "gr
 
 def scalars(record: ScalarRecord, *, with_memory: bool = True, with_timers: bool = True) -> dict[str, float]:
     """The measured scalars of one record.
+
+    Scores of tasks are named `tasks/FIELD/TASK`, or `tasks high precision/FIELD/TASK`.
 
     The load of experts is named `experts/FIELD/layer N`, statistics of `--fp8-guard` `guard/STATISTIC/NAME`.
 
@@ -289,7 +293,13 @@ def scalars(record: ScalarRecord, *, with_memory: bool = True, with_timers: bool
         }
     if isinstance(record, EvalRecord):
         name = f"lm loss {EVAL_NAMES[record.split]}"
-        return {name: record.loss, f"{name} ppl": record.perplexity}
+        prefix = TASK_PREFIXES.get(record.split, "tasks")
+        return {name: record.loss, f"{name} ppl": record.perplexity} | {
+            f"{prefix}/{field}/{task}": value
+            for task, scores in (record.tasks or {}).items()
+            for field in TASK_FIELDS
+            if (value := getattr(scores, field)) is not None
+        }
     values = {
         "lm loss": record.loss,
         "learning-rate": record.learning_rate,

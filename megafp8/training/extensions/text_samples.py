@@ -17,7 +17,6 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megafp8.checkpoint.state_dict import restore_rng_state, rng_state
-from megafp8.config import derived
 from megafp8.config.schema import LoggingConfig
 from megafp8.config.stages import microbatch_group_size
 from megafp8.data.tokenizers.build import Tokenizer, build_tokenizer
@@ -114,16 +113,8 @@ class ModelInTraining:
 
     def __init__(self, run: Run, tokenizer: Tokenizer):
         self.run, self.tokenizer = run, tokenizer
-        parallel = run.config.parallel
-        self.num_rows = 1
-        multiple = derived.gemm_alignment(run.config.precision) if run.implementation.has_native_gemms else 1
-        if parallel.sequence_parallel:
-            multiple *= parallel.tensor_model_parallel_size
-        if parallel.context_parallel_size > 1:
-            multiple *= 2 * parallel.context_parallel_size
-        if parallel.tp_comm_overlap:  # its buffers have the shape of a microbatch
-            multiple, self.num_rows = run.seq_length, run.micro_batch_size
-        self.length_multiple = min(multiple, run.seq_length)
+        self.num_rows = run.micro_batch_size if run.config.parallel.tp_comm_overlap else 1
+        self.length_multiple = run.length_multiple
         self.context_tokens = run.seq_length // self.length_multiple * self.length_multiple
 
     def build_cache(self) -> Optional[KeyValueCache]:

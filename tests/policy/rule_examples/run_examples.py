@@ -54,6 +54,7 @@ EXAMPLES = {
     ),
     "shards_are_there": ({"data.data_path": ("/nowhere/a.bin",)}, 1, "without .bin or .idx"),
     "prompts_are_there": ({"logging.sample_interval": 5, "logging.sample_prompts": "/nowhere/p"}, 1, "no such file"),
+    "task_files_are_there": ({"training.eval_tasks": ("/nowhere/t.jsonl",)}, 1, "no such file"),
     "tokenizer_files_are_there": (
         {"data.tokenizer_type": "SentencePieceTokenizer", "data.tokenizer_model": "/nowhere/m"},
         1,
