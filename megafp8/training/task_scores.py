@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.utils import unwrap_model
+from torch import Tensor
 
 from megafp8.checkpoint.state_dict import restore_rng_state, rng_state
 from megafp8.config.stages import microbatch_group_size
@@ -24,7 +25,6 @@ from megafp8.data.task_files import Row, Task, groups_of_rows, row_batch
 from megafp8.errors import NumericsError
 from megafp8.mcore.multi_token import main_output_only
 from megafp8.metrics.records import TaskScores
-from megafp8.models.emulated_layers import cached_weight_codes
 from megafp8.models.loss import build_forward_step, row_loss
 from megafp8.resilience.watchdog import EVALUATION
 from megafp8.training.language_model import LanguageModel
@@ -101,14 +101,43 @@ def checkpoint_losses(
         on_rows: called after each pass with its number of rows.
     """
     losses = np.zeros(len(rows))
-    with cached_weight_codes([model.module]):
-        for length, indices in groups_of_rows(rows, batch_size, model.length_multiple, model.context_tokens):
-            batch = row_batch([rows[index] for index in indices], length, model.tokenizer.vocab_size)
-            here = {name: tensor.to(model.device) for name, tensor in batch.items()}
-            output = model.module(here["tokens"], here["position_ids"], None, labels=here["labels"])
-            losses[indices] = row_loss(here["loss_mask"], output)[2]["row_losses"].double().cpu()
+    with model.cached_weights():
+        for indices, batch in batches_of_rows(model, rows, batch_size):
+            output = model.module(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+            losses[indices] = row_loss(batch["loss_mask"], output)[2]["row_losses"].double().cpu()
             on_rows(len(indices))
     return losses
+
+
+@torch.no_grad()
+def log_likelihoods(model: LanguageModel, rows: Sequence[Row], batch_size: int) -> list[tuple[float, bool]]:
+    """The log-likelihood of each row in nats, and whether each of its tokens is the most likely one.
+
+    Padding of the vocabulary has no share of the probability here, as in an exported model. In the loss of training it
+    has, which a trained model does not notice.
+    """
+    found = [(0.0, True)] * len(rows)
+    with model.cached_weights():
+        for indices, batch in batches_of_rows(model, rows, batch_size):
+            is_scored = batch["loss_mask"] > 0
+            logits = model.module(batch["tokens"], batch["position_ids"], None)[is_scored]
+            logits, labels = logits[:, : model.tokenizer.vocab_size].float(), batch["labels"][is_scored]
+            losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+            row = is_scored.nonzero()[:, 0]
+            sums = torch.zeros(2, len(indices), dtype=torch.float64, device=model.device)
+            sums.index_add_(1, row, torch.stack((losses, logits.argmax(-1) != labels)).double())
+            for index, loss, num_others in zip(indices, *sums.tolist(), strict=True):
+                found[index] = -loss, num_others == 0
+    return found
+
+
+def batches_of_rows(
+    model: LanguageModel, rows: Sequence[Row], batch_size: int
+) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
+    """Batches of rows on the model's device, with the indices of their rows."""
+    for length, indices in groups_of_rows(rows, batch_size, model.length_multiple, model.context_tokens):
+        batch = row_batch([rows[index] for index in indices], length, model.tokenizer.vocab_size)
+        yield indices, {name: tensor.to(model.device) for name, tensor in batch.items()}
 
 
 # ---- a run in training ---------------------------------------------------------------------------------------------
@@ -136,7 +165,7 @@ def score_tasks(run: Run, step: int) -> Optional[dict[str, TaskScores]]:
     return split_by_task(run.tasks, losses.cpu().numpy())
 
 
-def add_losses(run: Run, rows: Sequence[Row], indices: Sequence[int], length: int, losses: torch.Tensor) -> None:
+def add_losses(run: Run, rows: Sequence[Row], indices: Sequence[int], length: int, losses: Tensor) -> None:
     """Add this rank's part of the losses of some rows, padded to a length, to those of all rows."""
     size, position = run.micro_batch_size, run.rank_position
     num_microbatches = -(-len(indices) // (size * position.data_size))
@@ -146,7 +175,7 @@ def add_losses(run: Run, rows: Sequence[Row], indices: Sequence[int], length: in
     filler = Row(rows[indices[0]].ids, 0)
     starts = [size * (number * position.data_size + position.data_rank) for number in range(num_microbatches)]
 
-    def batches() -> Iterator[dict[str, torch.Tensor]]:
+    def batches() -> Iterator[dict[str, Tensor]]:
         for start in starts:
             mine = [rows[index] for index in indices[start : start + size]]
             yield row_batch(mine + [filler] * (size - len(mine)), length, run.vocab_size)
