@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,22 @@ def test_several_runs_and_another_precision(folder: Path, capfd: pytest.CaptureF
     assert "fp32/iter_0000004" in capfd.readouterr().out
 
 
+def test_questions(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Their losses are compared with a plain softmax in tests/distributed/test_task_scores.py."""
+    lines = [{"context": "1 2 3", "choices": [" 4", " 5"], "answer": 1}, {"context": "7 " * 40, "target": "8"}]
+    (folder / "numbers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    words = ("--load", folder / "fp32", folder / "fp8", "--tasks", folder / "numbers.jsonl")
+    results, (alone, _) = measure(folder, *words), measure(folder, *words, "--micro-batch-size", 1)
+    first = results[0]["tasks"]["numbers"]
+    assert (first["num_questions"], first["num_truncated"]) == (2, 1)
+    assert first["accuracy"] in (0, 1)
+    assert alone["tasks"]["numbers"]["bits_per_byte"] == pytest.approx(first["bits_per_byte"], rel=1e-6)
+    assert results[1]["tasks"]["numbers"]["bits_per_byte"] != first["bits_per_byte"]
+    output = capfd.readouterr()
+    assert "1 of 2 questions are longer than the context window" in output.err
+    assert re.search(r"fp8/iter_0000004 +numbers +2 +\S+% +\S+% +\d+\.\d{4} ", output.out)
+
+
 @pytest.mark.parametrize(
     "words, text",
     [
@@ -106,6 +123,9 @@ def test_several_runs_and_another_precision(folder: Path, capfd: pytest.CaptureF
         ("--seq-length 16", "--seq-length: the run's validation samples"),
         ("--data-path nowhere --tokens 5", "nowhere"),
         ("--data-path {shard} --seq-length 64", "must be a multiple of 1 of at most 32"),
+        ("--tasks nowhere.jsonl", "task file nowhere.jsonl cannot be read"),
+        ("--tasks nowhere.jsonl --tokens 5", "--tokens has no effect with --tasks"),
+        ("--tasks nowhere.jsonl --data-path {shard}", "not allowed with"),
         ("--data-path {shard} --precision delayed", "amax history"),
     ],
 )

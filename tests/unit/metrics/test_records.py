@@ -11,6 +11,7 @@ from megafp8.metrics.records import (
     GuardRecord,
     RunRecord,
     StepRecord,
+    TaskScores,
     TornLineError,
     from_json,
     to_json,
@@ -45,13 +46,20 @@ STEP = StepRecord(
 EVAL = EvalRecord(
     step=50, split="valid", loss=3.0, perplexity=20.0855, num_tokens=4096, eval_ms=900.0, consumed_tokens=204800
 )
+TASKS = dataclasses.replace(
+    EVAL,
+    tasks={
+        "cloze": TaskScores(num_questions=100, bits_per_byte=1.5, accuracy=0.25, normalized_accuracy=0.3),
+        "text": TaskScores(num_questions=7, bits_per_byte=math.inf, num_truncated=2),
+    },
+)
 EVENT = EventRecord(step=50, name="checkpoint saved", detail="a folder with ü in it")
 
 
 GUARD = GuardRecord(step=50, statistics={"residual": {"layers.0": 0.5, "layers.1": math.inf}, "kurtosis": {}})
 
 
-@pytest.mark.parametrize("record", [RUN, STEP, GUARD, EVAL, EVENT], ids=lambda record: record.kind)
+@pytest.mark.parametrize("record", [RUN, STEP, GUARD, EVAL, TASKS, EVENT], ids=lambda record: record.kind)
 def test_records_read_back(record) -> None:
     line = to_json(record)
     assert "\n" not in line
