@@ -15,11 +15,6 @@ from megafp8.data.task_files import make_row
 from megafp8.errors import CapabilityError
 from megafp8.mcore import cpu_patches
 
-cpu_patches.install()
-
-from megafp8.training.language_model import load_language_model
-from megafp8.training.task_scores import log_likelihoods
-
 try:
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.model import TemplateLM
@@ -53,6 +48,9 @@ class CheckpointLM(TemplateLM):
         if not str(batch_size).isdecimal():
             raise CapabilityError(f"--batch_size {batch_size}: must be a number of sequences")
         self.batch_size = int(batch_size)
+        cpu_patches.install()  # before the first import of megatron-core
+        from megafp8.training.language_model import load_language_model
+
         self.model = load_language_model(Path(load), step, precision, uses_cache=False)
 
     @property
@@ -65,6 +63,8 @@ class CheckpointLM(TemplateLM):
         return self.model.tokenizer.tokenize(string)
 
     def _loglikelihood_tokens(self, requests: Sequence[Request], **unused: Any) -> list[tuple[float, bool]]:
+        from megafp8.training.task_scores import log_likelihoods
+
         rows = [
             make_row(context or [self.eot_token_id], scored, self.model.context_tokens)
             for _, context, scored in requests
