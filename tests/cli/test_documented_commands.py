@@ -227,7 +227,10 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
         ". .venv/bin/activate": "belongs to the command before",
     },
     "docs/generate_evaluate.md": {
-        "lm_eval": "needs that package: tests/cli/test_lm_eval.py runs it where it is installed",
+        **dict.fromkeys(
+            ("lm_eval", "python -m megafp8.training.lm_eval_model"),
+            "needs that package: tests/cli/test_lm_eval.py runs it where it is installed",
+        ),
     },
     "docs/comparing.md": {
         "bash examples/precision_table.sh": f"{RUN_BY}tests/cli/test_examples.py",
