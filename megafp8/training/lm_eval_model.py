@@ -84,7 +84,9 @@ class CheckpointLM(TemplateLM):
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Raises CapabilityError."""
-        raise CapabilityError("a task generates text, which megafp8 does not for the harness: use an exported model")
+        raise CapabilityError(
+            "a task generates text; the model `megafp8` measures likelihoods only: use an exported one"
+        )
 
 
 if __name__ == "__main__":
