@@ -250,7 +250,7 @@ def names_to_average(source: Source) -> tuple[str, ...]:
     unknown += [name for name in source.tensors.objects if not (is_extra_state(name) or name.startswith(known_objects))]
     if unknown:
         raise CheckpointError(
-            f"{source.path} has parts that this version of megafp8 cannot merge: {summarize(sorted(unknown))}; merge "
+            f"{source.path} has parts that this version cannot merge: {summarize(sorted(unknown))}; merge "
             "with the version that saved it"
         )
     return tuple(names)

@@ -42,8 +42,8 @@ def non_torch_bytes(config: RunConfig, world_size: int) -> int:
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 UNEVEN_LOAD = 1.6
-"""Rows of the busiest of two expert-parallel ranks over their mean, at least: what three mixtures reached on H200s in the
-first steps of training, when routing is far from balanced."""
+"""Rows of the busiest of two expert-parallel ranks over their mean, at least: what three mixtures reached on H200s in
+the first steps of training, when routing is far from balanced."""
 SCALED = ("fp16", "fp8")
 """Dtypes whose tensors have a scale."""
 

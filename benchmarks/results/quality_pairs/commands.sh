@@ -32,3 +32,6 @@ python benchmarks/delayed_start.py --plot docs/images/delayed_start.png
 megafp8 run-comparison --forks 60,120,180 --fork-length 60 --controls --recipes bf16,tensorwise,mxfp8,nvfp4 --seeds 4 \
     --parallel 2 --size laptop --output-dir runs/forks -- --num-layers 2 --hidden-size 64 --num-attention-heads 2 \
     --ffn-hidden-size 192 --seq-length 128 --global-batch-size 8 --train-iters 240 --lr 1e-3 --eval-iters 32
+
+# Placebos of forks, again until there are 40
+python benchmarks/fork_placebos.py --csv benchmarks/results/quality_pairs/fork_placebos.csv

@@ -117,8 +117,8 @@ def test_at_the_default_interval_growing_logits_are_noticed_30_steps_early(
     """The benchmark's own runs up to step 140: the values of step 60, 37 after the warm-up, are compared with.
 
     The fault begins so early that the first statistics are clearly above the limits: the text, which is the standard
-    library of this Python, and the CPU's BF16 products move the logits by a third. They also move the step from which on
-    the loss is worse: 45 steps later on one CPU, more than 60 on others.
+    library of this Python, and the CPU's BF16 products move the logits by a third. They also move the step at which the
+    loss becomes worse: 45 steps later on one CPU, more than 60 on others.
     """
     change_training(monkeypatch, "--lr-decay-style cosine", "--lr-decay-style cosine --lr-decay-iters 230")
     interval, fault_step, num_steps = value_of(RunConfig(), "training.fp8_guard_interval"), 65, 140
