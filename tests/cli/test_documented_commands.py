@@ -58,7 +58,7 @@ OWN_TEXT = {
 TRAINED_ON_TEXT = (
     "megafp8 train-tokenizer --input data/text.jsonl --model-prefix data/tokenizer --vocab-size 600 --num-threads 1\n"
     f"megafp8 preprocess --input data/text.jsonl --output-prefix data/corpus --workers 1 {TOKENIZER}\n"
-    f"megafp8 pretrain --model-preset tiny {SHAPE} --seq-length 32 {SHORT} --lr 1e-3 --vocab-size 600 {TOKENIZER} "
+    f"megafp8 pretrain --model-preset tiny {SHAPE} --seq-length 256 {SHORT} --lr 1e-3 --vocab-size 600 {TOKENIZER} "
     "--data-path data/corpus_text_document --split 98,2,0 --save runs/first\n"
 )
 
@@ -77,6 +77,7 @@ SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "docs/generate_evaluate.md": {
         "megafp8 generate": {BEFORE: TRAINED_ON_TEXT, "100": "4"},
         "megafp8 evaluate --load runs/first --data-path": {"100000": "500"},
+        "megafp8 corpus": {END: "--num-questions 4"},
     },
     "docs/mixture_of_experts.md": {
         "megafp8 pretrain": {END: f"{SHORT} --seq-length 32"},
@@ -96,6 +97,7 @@ SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
             END: f"{SHAPE} {SHORT} --seq-length 32 --train-iters 8 --save-interval 2"
         },
         "megafp8 checkpoint show": {"--ckpt-step 100": "--ckpt-step 6"},
+        "megafp8 checkpoint merge": {"--ckpt-step 100 150 200": "--ckpt-step 6 8"},
         "megafp8 checkpoint seal": {
             BEFORE: "mkdir runs/old\ncp -r runs/first/iter_0000008 runs/old\nrm runs/old/*/manifest.json\n",
             "iter_0000200": "iter_0000008",
