@@ -13,6 +13,7 @@ import torch
 
 from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.save import finish_param_gather
+from megafp8.checkpoint.state_dict import restore_rng_state, rng_state
 from megafp8.config import iterations
 from megafp8.config.batch_schedule import BatchSchedule, constant
 from megafp8.data.loader import build_loader
@@ -122,8 +123,9 @@ def record_evaluation(run: Run, sinks: Sinks, progress: Progress, split: str, da
 def evaluation_mode(run: Run) -> Iterator[None]:
     """A context without dropout and gradients, in which parameters are gathered completely.
 
-    Overlapped parameter gathers are off within it. The state of delayed scaling is restored afterwards: Transformer
-    Engine records amaxes without gradients, too, and the scales of later steps must not depend on validation data.
+    Overlapped parameter gathers are off within it. Random states are restored afterwards, since the router of a mixture
+    draws its noise without gradients, too. So is the state of delayed scaling: Transformer Engine records amaxes here,
+    and the scales of later steps must not depend on validation data.
     """
     chunks = run.training_state.chunks
     has_hooks = run.config.parallel.overlap_param_gather
@@ -134,6 +136,7 @@ def evaluation_mode(run: Run) -> Iterator[None]:
             chunk.disable_forward_pre_hook(param_sync=False)
     # With this function the interleaved schedule would start parameter gathers.
     param_sync, run.transformer_config.param_sync_func = run.transformer_config.param_sync_func, None
+    random = rng_state()
     try:
         for part in run.parts:
             part.begin_evaluation()
@@ -141,6 +144,7 @@ def evaluation_mode(run: Run) -> Iterator[None]:
             yield
     finally:
         run.transformer_config.param_sync_func = param_sync
+        restore_rng_state(random.data)
         for chunk in chunks:
             if has_hooks:
                 chunk.enable_forward_pre_hook()

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megafp8.checkpoint.state_dict import restore_rng_state, rng_state
 from megafp8.config.stages import microbatch_group_size
 from megafp8.data.task_files import Row, Task, groups_of_rows, row_batch
 from megafp8.errors import NumericsError
@@ -151,14 +150,12 @@ def score_tasks(run: Run, step: int) -> Optional[dict[str, TaskScores]]:
     """
     rows = [row for task in run.tasks for row in task.rows]
     losses = torch.zeros(len(rows), dtype=torch.float64, device=run.platform.device)
-    random = rng_state()  # the router of a mixture draws its noise also in an evaluation
     with main_output_only(unwrap_model(run.training_state.chunks)):
         for length, indices in groups_of_rows(rows, run.eval_batch_size, run.length_multiple, run.seq_length):
             if is_stop_requested(run):
                 break
             run.watchdog.enter(EVALUATION, step)
             add_losses(run, rows, indices, length, losses)
-    restore_rng_state(random.data)
     if run.watchdog.stop_agreed:
         return None
     dist.all_reduce(losses)  # each row is computed by one replica, of whose context-parallel ranks each has a part

@@ -33,6 +33,7 @@ from megafp8.training.extensions.statistics import StatisticsCollector
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
+JITTER = "--num-experts 4 --moe-router-topk 2 --moe-input-jitter-eps 0.1"
 LAYOUTS = [
     pytest.param(1, "--micro-batch-size 1", id="micro1"),
     pytest.param(2, TENSOR, id="tp2-sp"),
@@ -73,11 +74,11 @@ def test_every_layout_gives_the_same_loss(world_size: int, flags: str) -> None:
         assert record.num_tokens == expected.num_tokens < 2 * 8 * 32
 
 
-@pytest.mark.parametrize(("world_size", "flags"), LAYOUTS)
+@pytest.mark.parametrize(("world_size", "flags"), [*LAYOUTS, pytest.param(1, JITTER, id="jitter")])
 def test_validation_does_not_change_training(world_size: int, flags: str) -> None:
-    """Bitwise: dropout generators, pending gathers and weight codes are unchanged."""
+    """Bitwise: random generators, pending gathers and weight codes are unchanged."""
     precision = f"--bf16 {FP8} {DROPOUT}" if "context" not in flags else f"{PLAIN} {DROPOUT}"
-    config = small_config("gpt2", f"{precision} {flags}", world_size)
+    config = small_config("llama" if flags == JITTER else "gpt2", f"{precision} {flags}", world_size)
 
     def steps(is_validated: bool) -> tuple[list[float], str]:
         run = build_run(config)

@@ -16,7 +16,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megafp8.checkpoint.state_dict import restore_rng_state, rng_state
 from megafp8.config.schema import LoggingConfig
 from megafp8.config.stages import microbatch_group_size
 from megafp8.data.tokenizers.build import Tokenizer, build_tokenizer
@@ -92,14 +91,9 @@ def read_prompts(logging: LoggingConfig) -> tuple[str, ...]:
 
 @contextmanager
 def unchanged_training(run: Run, step: int) -> Iterator[None]:
-    """A context for forward passes on other data, in the precision of a step. It restores the random states.
-
-    The router of a mixture draws its noise also in an evaluation.
-    """
-    random = rng_state()
+    """A context for forward passes on other data, in the precision of a step."""
     with evaluation_mode(run), run.precision_at(step), main_output_only(unwrap_model(run.training_state.chunks)):
         yield
-    restore_rng_state(random.data)
 
 
 class ModelInTraining:
