@@ -8,8 +8,8 @@ changed their settings. With several seeds, a gap has a confidence interval and 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Optional
 
 import numpy as np
@@ -57,6 +57,17 @@ class ComparisonRow:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TaskRow:
+    """Scores of a task (`--eval-tasks`) at the last validation, means over the seeds."""
+
+    bits_per_byte: float
+    gap: Interval
+    """Of the bits per byte to the baseline's run of the same seed, as a fraction."""
+    accuracy: Optional[float] = None
+    normalized_accuracy: Optional[float] = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecipeRow:
     """One recipe over the seeds that it shares with the baseline; without such seeds its results are None."""
 
@@ -96,6 +107,8 @@ class RecipeRow:
     grad_norm: Optional[float] = None
     steps: Optional[int] = None
     consumed_tokens: Optional[int] = None
+    tasks: Mapping[str, TaskRow] = field(default_factory=dict)
+    """By name, those that all pairs have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,7 +298,25 @@ def _recipe_row(
         grad_norm=_mean([row.grad_norm for row in rows]),
         steps=min(row.steps for row in rows),
         consumed_tokens=min(row.consumed_tokens for row in rows),
+        tasks=_task_rows(pairs, confidence),
     )
+
+
+def _task_rows(pairs: Sequence[Pair], confidence: float) -> dict[str, TaskRow]:
+    """The scores of the tasks that all pairs have."""
+    last = [(pair.run.last_validation, pair.base.last_validation) for pair in pairs]
+    scores = [tuple((record and record.tasks) or {} for record in both) for both in last]
+    rows = {}
+    for name in (name for name in scores[0][0] if all(name in own and name in base for own, base in scores)):
+        own, base = ([each[side][name] for each in scores] for side in (0, 1))
+        bits = [each.bits_per_byte for each in own]
+        gaps = [ours / theirs.bits_per_byte - 1 for ours, theirs in zip(bits, base, strict=True)]
+        rows[name] = TaskRow(
+            bits_per_byte=float(np.mean(bits)), gap=seed_statistics.mean_interval(gaps, confidence),
+            accuracy=_mean([each.accuracy for each in own]),
+            normalized_accuracy=_mean([each.normalized_accuracy for each in own]),
+        )  # fmt: skip
+    return rows
 
 
 def _equal_loss(

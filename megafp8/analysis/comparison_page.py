@@ -45,10 +45,12 @@ def render_page(comparison: Comparison, runs: Sequence[LoadedRun], *, title: str
         warnings=[*comparison.warnings, *run_warnings(runs)],
     )  # fmt: skip
     notes = [text for text in (tables.verdict_note(comparison), tables.control_note(comparison)) if text]
-    equal_loss = tables.equal_loss_table(comparison)
+    equal_loss, tasks = tables.equal_loss_table(comparison), tables.task_table(comparison)
     sections = [verdicts, *figures(comparison, recipes)]
     if notes:
         sections.insert(2, PageSection(title="What the verdicts mean", notes=notes))
+    if tasks is not None:
+        sections.append(PageSection(title=tasks.title, table=tasks))
     if equal_loss is not None:
         sections.append(
             PageSection(title=equal_loss.title, table=equal_loss, notes=[tables.equal_loss_note(comparison)])

@@ -149,7 +149,10 @@ def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 def _tables(comparison: Comparison) -> list[Table]:
     """The table of recipes, and the table of runs if a recipe has more than one."""
     has_more_runs = len(comparison.rows) > len(comparison.drawn)
-    found = [recipe_table(comparison), equal_loss_table(comparison), run_table(comparison) if has_more_runs else None]
+    found = [
+        recipe_table(comparison), task_table(comparison), equal_loss_table(comparison),
+        run_table(comparison) if has_more_runs else None,
+    ]  # fmt: skip
     return [table for table in found if table is not None]
 
 
@@ -176,6 +179,31 @@ def recipe_columns(comparison: Comparison) -> dict[str, list[str]]:
         "recipe": [row.recipe for row in rows],
         **_common_columns(rows),
     }
+
+
+def task_table(comparison: Comparison) -> Optional[Table]:
+    """Scores of questions, a row for each task and recipe; None without tasks."""
+    names = dict.fromkeys(name for row in comparison.recipes for name in row.tasks)
+    found = [(name, row, row.tasks[name]) for name in names for row in comparison.recipes if name in row.tasks]
+    if not found:
+        return None
+    is_baseline = [row.name == comparison.baseline for _, row, _ in found]
+    columns = {
+        "task": [name for name, _, _ in found],
+        "run": [row.name for _, row, _ in found],
+        "bits/byte": [f"{task.bits_per_byte:.4f}" for _, _, task in found],
+        "gap": [
+            "baseline" if is_base else shown_gap(task.gap)
+            for is_base, (_, _, task) in zip(is_baseline, found, strict=True)
+        ],
+        f"{comparison.confidence:.0%} interval": [
+            signed_interval(None if is_base else task.gap)
+            for is_base, (_, _, task) in zip(is_baseline, found, strict=True)
+        ],
+        "accuracy": [optional(task.accuracy, "{:.2%}") for _, _, task in found],
+        "per byte": [optional(task.normalized_accuracy, "{:.2%}") for _, _, task in found],
+    }
+    return Table.of_columns("Scores of questions", columns)
 
 
 def equal_loss_table(comparison: Comparison) -> Optional[Table]:
