@@ -303,11 +303,12 @@ def _recipe_row(
 
 
 def _task_rows(pairs: Sequence[Pair], confidence: float) -> dict[str, TaskRow]:
-    """The scores of the tasks that all pairs have."""
+    """The scores of the tasks that all pairs have, with as many questions."""
     last = [(pair.run.last_validation, pair.base.last_validation) for pair in pairs]
     scores = [tuple((record and record.tasks) or {} for record in both) for both in last]
     rows = {}
-    for name in (name for name in scores[0][0] if all(name in own and name in base for own, base in scores)):
+    sizes = [{name: task.num_questions for name, task in each.items()} for both in scores for each in both]
+    for name in (name for name in sizes[0] if all(each.get(name) == sizes[0][name] for each in sizes)):
         own, base = ([each[side][name] for each in scores] for side in (0, 1))
         bits = [each.bits_per_byte for each in own]
         gaps = [ours / theirs.bits_per_byte - 1 for ours, theirs in zip(bits, base, strict=True)]

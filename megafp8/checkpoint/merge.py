@@ -39,7 +39,7 @@ from megafp8.errors import CheckpointError
 
 UNIFORM, LINEAR, SQUARE_ROOT, EMA = METHODS = ("uniform", "linear", "1-sqrt", "ema")
 # Last parts of the names of weights without main weights, and of the bias of experts, which is updated without them.
-AVERAGED = ("weight", "bias", "layer_norm_weight", "layer_norm_bias", "softmax_offset", "expert_bias")
+AVERAGED = ("weight", "bias", "layer_norm_weight", "layer_norm_bias", "gate_weight", "softmax_offset", "expert_bias")
 RANDOM_STATE = "random_state"
 # Plain values of the newest checkpoint that the merged one has, and those that belong to what is left out.
 KEPT = (
@@ -250,8 +250,8 @@ def names_to_average(source: Source) -> tuple[str, ...]:
     unknown += [name for name in source.tensors.objects if not (is_extra_state(name) or name.startswith(known_objects))]
     if unknown:
         raise CheckpointError(
-            f"{source.path} has parts that this version cannot merge: {summarize(sorted(unknown))}; merge "
-            "with the version that saved it"
+            f"{source.path} has parts of which this version does not know how to merge them: "
+            f"{summarize(sorted(unknown))}"
         )
     return tuple(names)
 

@@ -75,9 +75,9 @@ def build_parser() -> argparse.ArgumentParser:
                 int_flag("--ckpt-step", "checkpoints to merge, of each folder of a run", nargs="+"),
                 path_flag("--output", "run folder to create", required=True, metavar="OUT"),
                 argument("--weights", "how much each checkpoint counts, by the order of their steps: all the same; "
-                         "newer ones more, in proportion to their place; as a 1-sqrt decay of the rate over their "
-                         "steps would have it; an exponential mean (default: uniform)", default="uniform",
-                         choices=("uniform", "linear", "1-sqrt", "ema")),
+                         "newer ones more, in proportion to their place; as a 1-sqrt decay of the rate over equal "
+                         "intervals would have it, the oldest most; an exponential mean (default: uniform)",
+                         default="uniform", choices=("uniform", "linear", "1-sqrt", "ema")),
                 float_flag("--ema-decay", "factor between a checkpoint and the next newer one, with --weights ema "
                            "(default: 0.9)", metavar="D"),
             )  # fmt: skip

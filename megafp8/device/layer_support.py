@@ -238,15 +238,14 @@ def context_parallel_attention_problems(config: RunConfig) -> list[str]:
     parallel, model = config.parallel, config.model
     softmax, is_special = f"--softmax-type {model.softmax_type}", model.softmax_type != "vanilla"
     options: tuple[tuple[str, bool, tuple[str, ...], str], ...] = (
-        ("--window-size", model.window_size is not None, ("a2a", "allgather"), "remove it"),
-        (softmax, is_special, ("a2a",), "remove it"),
+        ("--window-size", model.window_size is not None, ("a2a", "allgather"), "remove --window-size"),
+        (softmax, is_special, ("a2a",), "remove --softmax-type"),
     )
     if config.data.reset_attention_mask:  # by `te/packed_sequences.py`
         dropout = f"--attention-dropout {model.attention_dropout}"
         options = (
-            ("--reset-attention-mask", True, ("allgather", "a2a"), "remove it"),
-            (f"--reset-attention-mask and {softmax}", is_special, ("allgather",), "remove one"),
-            # Heads that ranks do not divide cannot be exchanged.
+            ("--reset-attention-mask", True, ("allgather", "a2a"), "remove the first flag"),
+            (f"--reset-attention-mask and {softmax}", is_special, ("allgather",), "remove --softmax-type"),
             (
                 f"--reset-attention-mask and {dropout}",
                 model.attention_dropout > 0,
@@ -256,7 +255,7 @@ def context_parallel_attention_problems(config: RunConfig) -> list[str]:
         )
     return [
         f"{flag} with --context-parallel-size {parallel.context_parallel_size}: Transformer Engine needs "
-        f"--cp-comm-type {' or '.join(known)}, not {parallel.cp_comm_type}; use it, or {fix}"
+        f"--cp-comm-type {' or '.join(known)}, not {parallel.cp_comm_type}; give that, or {fix}"
         for flag, is_given, known, fix in options
         if is_given and parallel.context_parallel_size > 1 and dimensions.cp_exchange(config) not in known
     ]

@@ -99,8 +99,8 @@ def keeps_experts_in_bf16(config: RunConfig) -> bool:
 def mlp_channels(config: RunConfig, tokens: int, residual: int) -> tuple[int, int]:
     """Elements in the MLP of a layer on one rank, mean over the layers, and permuted elements of experts' inputs.
 
-    The load of the experts counts as balanced, but for the room in a CUDA graph with the dispatcher `peer`. A rank with
-    more tokens needs more.
+    The load of the experts counts as balanced, but for the room that the dispatcher `peer` has. A rank with more tokens
+    needs more.
 
     Args:
         tokens: of a microbatch on a context-parallel rank.

@@ -37,12 +37,12 @@ class CheckpointLM(TemplateLM):
         step: of the checkpoint; default the newest.
         precision: see `generation_config`.
         batch_size: sequences in a forward pass.
-        unused: options of the harness for other models, such as `device`.
+        device, max_batch_size: of the harness, for other models; not used.
     """
 
     def __init__(
         self, load: str, step: Optional[int] = None, precision: str = "checkpoint", batch_size: int | str = 1,
-        **unused: Any,
+        device: Any = None, max_batch_size: Any = None,
     ):  # fmt: skip
         super().__init__()
         if not str(batch_size).isdecimal():
