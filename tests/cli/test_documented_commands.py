@@ -119,6 +119,7 @@ SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     },
     "docs/comparing.md": {
         "megafp8 run-comparison --recipes bf16,tensorwise,nvfp4": {END: "--dry-run"},
+        "megafp8 run-comparison --forks": {END: "--dry-run"},
         "megafp8 run-comparison --recipes bf16,delayed": {
             "--seeds 3": "--seeds 1", "--train-iters 1000": SHORT
         },
