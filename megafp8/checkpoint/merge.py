@@ -240,7 +240,7 @@ def names_to_average(source: Source) -> tuple[str, ...]:
     Raises:
         CheckpointError: the checkpoint has a tensor or value of which it is not known how to merge it.
     """
-    names, unknown = [], [name for name in source.common if name not in (*KEPT, *LEFT_OUT, "config")]
+    names, unknown = list[str](), [name for name in source.common if name not in (*KEPT, *LEFT_OUT, "config")]
     for name, location in source.tensors.locations.items():
         if name.startswith(OPTIMIZER_PREFIX) or is_extra_state(name):
             continue
@@ -249,10 +249,7 @@ def names_to_average(source: Source) -> tuple[str, ...]:
     known_objects = (RANDOM_STATE, OPTIMIZER_PREFIX)
     unknown += [name for name in source.tensors.objects if not (is_extra_state(name) or name.startswith(known_objects))]
     if unknown:
-        raise CheckpointError(
-            f"{source.path} has parts of which this version does not know how to merge them: "
-            f"{summarize(sorted(unknown))}"
-        )
+        raise CheckpointError(f"{source.path} has parts that this version cannot merge: {summarize(sorted(unknown))}")
     return tuple(names)
 
 

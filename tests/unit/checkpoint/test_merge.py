@@ -203,6 +203,7 @@ def tensors_saved(folder: Path, value: float, words: str = "", **others: tuple[i
         (1, "--num-query-groups 1 --group-query-attention --swiglu", {}, "model.swiglu: true -> false"),
         (1, "", {"decoder__router__novel_state": (3,)}, "cannot merge: decoder.router.novel_state"),
         (1, "", {"output_layer__weight": (8, 4)}, "output_layer.weight is not in the other"),
+        (1, "", {"decoder__mlp__shared_experts__gate_weight": (4,)}, "gate_weight is not in the other"),
         (1, "", {"embedding__word_embeddings__weight": (16, 4)}, r"embeddings.weight is \[16, 4\] instead of \[8, 4\]"),
         (math.nan, "", {}, "embedding.word_embeddings.weight has values that are NaN"),
     ],
