@@ -177,7 +177,6 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--json", type=Path, required=True, help="file with the rows of all shards")
     options = parser.parse_args(argv)
-    options.takes = lambda recipe: options.only in (None, "peer" if recipe.startswith("@") else "megafp8")
     if options.shard:
         number, _, total = options.shard.partition("/")
         if not (number.isdigit() and total.isdigit() and 1 <= int(number) <= int(total)):
@@ -191,7 +190,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     options = parse(argv)
     began, all_blocks = time.monotonic(), blocks(options.shapes)
     for block in all_blocks[options.number - 1 :: options.total] if options.shard else ():
-        recipes = [recipe for recipe in missing(block, read(options.json).get(block, {})) if options.takes(recipe)]
+        recipes = missing(block, read(options.json).get(block, {}))
+        if options.only:
+            recipes = [recipe for recipe in recipes if recipe.startswith("@") is (options.only == "peer")]
         if recipes and time.monotonic() - began < 60 * options.minutes:
             measure(block, recipes, options)
     found = read(options.json)

@@ -187,19 +187,13 @@ def task_table(comparison: Comparison) -> Optional[Table]:
     found = [(name, row, row.tasks[name]) for name in names for row in comparison.recipes if name in row.tasks]
     if not found:
         return None
-    is_baseline = [row.name == comparison.baseline for _, row, _ in found]
+    gaps = [None if row.name == comparison.baseline else task.gap for _, row, task in found]
     columns = {
         "task": [name for name, _, _ in found],
         "run": [row.name for _, row, _ in found],
         "bits/byte": [f"{task.bits_per_byte:.4f}" for _, _, task in found],
-        "gap": [
-            "baseline" if is_base else shown_gap(task.gap)
-            for is_base, (_, _, task) in zip(is_baseline, found, strict=True)
-        ],
-        f"{comparison.confidence:.0%} interval": [
-            signed_interval(None if is_base else task.gap)
-            for is_base, (_, _, task) in zip(is_baseline, found, strict=True)
-        ],
+        "gap": ["baseline" if gap is None else shown_gap(gap) for gap in gaps],
+        f"{comparison.confidence:.0%} interval": [signed_interval(gap) for gap in gaps],
         "accuracy": [optional(task.accuracy, "{:.2%}") for _, _, task in found],
         "per byte": [optional(task.normalized_accuracy, "{:.2%}") for _, _, task in found],
     }

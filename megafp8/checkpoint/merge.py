@@ -152,7 +152,7 @@ class MergePlan:
         """
         common = {name: self.newest.common[name] for name in KEPT if name in self.newest.common}
         config = settings.from_json(self.newest.common["config"])
-        # So that a run that asks for the optimizer state is told that there is none.
+        # So that a run that requests the optimizer state is told that there is none.
         config = settings.with_values(config, {"checkpoint.no_save_optim": True, "checkpoint.no_save_rng": True})
         common["config"] = settings.to_json(config)
         write = partial(self._write_files, common=common, on_bytes=on_bytes)

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor
 from megafp8.data.token_windows import microbatches
 from megafp8.data.tokenizers.build import Tokenizer
 from megafp8.errors import DataError
-from megafp8.utils.files import LIST_BYTES, UnreadableFile, read_text
+from megafp8.utils.files import LIST_BYTES, UnreadableFile, printable, read_text
 from megafp8.utils.strict_json import parse_json
 
 
@@ -138,25 +137,19 @@ def parse_question(path: Path, number: int, line: str) -> Question:
         raise refuse("must be a JSON object")
     context, choices, answer = content.get("context"), content.get("choices"), content.get("answer")
     if not isinstance(context, str):
-        raise refuse(f'"context" must be a text, not {shortened(context)}')
+        raise refuse(f'"context" must be a text, not {printable(repr(context))}')
     if ("choices" in content) == ("target" in content):
         raise refuse('must have either "choices" or "target"')
     if "target" in content:
         choices, answer = [content["target"]], 0
     elif not isinstance(choices, list) or len(choices) < 2:
-        raise refuse(f'"choices" must be a list of two or more texts, not {shortened(choices)}')
+        raise refuse(f'"choices" must be a list of two or more texts, not {printable(repr(choices))}')
     elif type(answer) is not int or not 0 <= answer < len(choices):
-        raise refuse(f'"answer" must be the index of a choice, 0 to {len(choices) - 1}, not {shortened(answer)}')
+        raise refuse(f'"answer" must be the index of a choice, 0 to {len(choices) - 1}, not {printable(repr(answer))}')
     for choice in choices:
         if not isinstance(choice, str) or not choice:
-            raise refuse(f"a choice and a target must be a text that is not empty, not {shortened(choice)}")
+            raise refuse(f"a choice and a target must be a text that is not empty, not {printable(repr(choice))}")
     return Question(context, tuple(choices), answer, number)
-
-
-def shortened(value: Any) -> str:
-    """A value of a file in a message."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def encode_task(path: Path, tokenizer: Tokenizer, context_tokens: int) -> Task:
