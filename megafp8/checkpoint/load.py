@@ -100,7 +100,7 @@ def load_checkpoint(
     if with_optimizer and row_layout is not None and not residual_note:
         state[gradient_residuals.KEY] = gradient_residuals.sharded_residuals(residuals)
     if with_rng:
-        state["random_state"] = state_dict.rng_state()
+        state["random_state"] = state_dict.sharded_rng_state()
     # The load returns another dictionary; `load_converted` needs the boxes that were requested.
     requested = state.get("optimizer", {})
     state, key_notes = read_tensors(

@@ -301,7 +301,7 @@ def build_state_dict(
         state["schedule"] = training_state.schedule.state_dict()
         state |= gradient_residuals.state_to_save(config, training_state.gradient_residuals, is_written_later)
     if not config.checkpoint.no_save_rng:
-        state["random_state"] = state_dict.rng_state()
+        state["random_state"] = state_dict.sharded_rng_state()
     # Weights and moments change in the next update, before which the run waits for the copy. Buffers change in the next
     # forward pass.
     if is_written_later:

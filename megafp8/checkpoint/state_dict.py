@@ -270,9 +270,9 @@ def parallel_layout() -> tuple[int, int, int]:
     )
 
 
-def rng_state() -> ShardedObject:
+def rng_state() -> dict[str, Any]:
     """Return this rank's RNG states: torch's, and megatron-core's tracker of tensor-parallel streams."""
-    state = {
+    return {
         "cpu": torch.get_rng_state(),
         "device": torch.cuda.get_rng_state(),
         "tracker": {
@@ -281,13 +281,16 @@ def rng_state() -> ShardedObject:
             for name, each in tensor_parallel.get_cuda_rng_tracker().get_states().items()
         },
     }
+
+
+def sharded_rng_state() -> ShardedObject:
+    """Return `rng_state` at this rank's coordinates, so that each rank reads its own state back."""
     coordinates = (
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_data_parallel_rank(with_context_parallel=True),
     )
-    # The offsets are this rank's coordinates, so that each rank reads its own state back.
-    return ShardedObject("random_state", state, parallel_layout(), coordinates)
+    return ShardedObject("random_state", rng_state(), parallel_layout(), coordinates)
 
 
 def is_rng_state_of_this_device(state: dict[str, Any]) -> bool:

@@ -144,7 +144,7 @@ def evaluation_mode(run: Run) -> Iterator[None]:
             yield
     finally:
         run.transformer_config.param_sync_func = param_sync
-        restore_rng_state(random.data)
+        restore_rng_state(random)
         for chunk in chunks:
             if has_hooks:
                 chunk.enable_forward_pre_hook()

@@ -39,7 +39,7 @@ class Calibrated:
 
 def all_but_scales(run: Run) -> tuple[str, dict[str, str]]:
     """Weights and generators of this rank."""
-    state = rng_state().data
+    state = rng_state()
     generators = {"cpu": state["cpu"], **state["tracker"]}
     return fingerprint(weights(run)), {name: fingerprint({name: bits}) for name, bits in generators.items()}
 

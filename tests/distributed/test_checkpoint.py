@@ -129,7 +129,7 @@ def test_saving_does_not_change_training(tmp_path: Path) -> None:
 
 
 def generators() -> dict[str, torch.Tensor]:
-    state = rng_state().data
+    state = rng_state()
     return {"cpu": state["cpu"], "device": state["device"], **state["tracker"]}
 
 

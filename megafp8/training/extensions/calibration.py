@@ -110,7 +110,7 @@ def calibrate(run: Run, progress: Progress) -> EventRecord:
         requantize_weights(run.training_state)
     for part in run.parts:
         part.end_passes()
-    restore_rng_state(random.data)
+    restore_rng_state(random)
     seconds = time.monotonic() - started
     detail = f"delayed scales, from {NUM_ITERATIONS} iterations over the first batch in {seconds:.1f} s"
     return EventRecord(step=progress.step, name="calibrated", detail=detail)

@@ -123,7 +123,7 @@ def test_generators_of_dropout_are_saved_and_restored_in_place(monkeypatch: pyte
     monkeypatch.setattr(state_dict, "parallel_layout", lambda: (1, 1, 1))
     for axis in ("pipeline_model_parallel", "tensor_model_parallel", "data_parallel"):
         monkeypatch.setattr(state_dict.parallel_state, f"get_{axis}_rank", lambda **_: 0)
-    saved = state_dict.rng_state().data
+    saved = state_dict.rng_state()
     assert torch.equal(saved["tracker"]["dropout"], torch.Generator().manual_seed(7).get_state())
     drawn = torch.rand(3, generator=generator)
     state_dict.restore_rng_state(saved)
