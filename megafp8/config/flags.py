@@ -109,7 +109,7 @@ def flags_set(config: RunConfig) -> set[str]:
 
 
 def _read_precision_map(path: str, problems: list[str]) -> tuple[str, ...]:
-    from megafp8.config.precision_options import read_map  # here, so that --help does not import it
+    from megafp8.config.precision_map_file import read_map  # here, so that --help does not import it
 
     try:
         return read_map(path)

@@ -10,10 +10,10 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from megafp8.config import derived, mixture, multi_token, precision_map
+from megafp8.config import derived, mixture, multi_token, precision_map, precision_schedule
 from megafp8.config.activations import is_plain_swiglu
 from megafp8.config.precision_map import EXPERTS, MLP_LINEARS, LinearChoice
-from megafp8.config.schema import RunConfig
+from megafp8.config.schema import PrecisionConfig, RunConfig
 from megafp8.config.settings import with_values
 from megafp8.recipes import registry
 from megafp8.recipes.base import Gemm, LinearRecipe, Operand
@@ -52,6 +52,8 @@ def grouped_expert_problems(config: RunConfig) -> Iterator[str]:
         kernels = ((each.name, each.grouped_gemm_formats) for each in registry.recipes())
         formats = [f"{name} {'/'.join(its_formats)}" for name, its_formats in kernels if its_formats]
         yield f"experts in another precision than BF16 or {', '.join(formats)}"
+    elif any(splits_experts(config, phase) for phase in precision_schedule.precisions(config.precision)):
+        yield "a phase of --fp8-schedule in which some linears or GEMMs of a layer's experts have another recipe"
     elif parallel.moe_expert_kernels is None and any(
         registry.get(name).te_recipe_class is None for choice in choices for name in choice.recipes
     ):
@@ -115,9 +117,17 @@ def peer_problems(config: RunConfig) -> Iterator[str]:
 
 
 def expert_choices(config: RunConfig) -> set[LinearChoice]:
-    """The recipes of the experts' linears."""
+    """The recipes of the experts' linears, without the entries of phases."""
     chosen = precision_map.resolve(config.model, config.precision)
     return {choice for name, choice in chosen.items() if f".{EXPERTS}" in name and "shared" not in name}
+
+
+def splits_experts(config: RunConfig, phase: PrecisionConfig) -> bool:
+    """Whether the experts of a layer have, in a phase, neither the recipe of the run nor all of them none."""
+    chosen = precision_map.resolve(config.model, phase)
+    names = [name.removesuffix(MLP_LINEARS[0]) for name in chosen if name.endswith(f".{EXPERTS}{MLP_LINEARS[0]}")]
+    layers = [{chosen[name + linear] for linear in MLP_LINEARS} for name in names]
+    return any(layer not in ({choice} for choice in (*expert_choices(config), LinearChoice())) for layer in layers)
 
 
 def fc1_choices(config: RunConfig) -> set[LinearChoice]:
@@ -126,9 +136,8 @@ def fc1_choices(config: RunConfig) -> set[LinearChoice]:
     if model.num_layers is None:
         return set()
     name = EXPERTS + MLP_LINEARS[0]
-    chosen = {
-        choice for linear, choice in precision_map.resolve(model, precision).items() if linear.endswith(f".{name}")
-    }
+    maps = [precision_map.resolve(model, each) for each in precision_schedule.precisions(precision)]
+    chosen = {resolved[linear] for resolved in maps for linear in resolved if linear.endswith(f".{name}")}
     return chosen | ({precision_map.multi_token_choice(precision)} if multi_token.num_depths(model) else set())
 
 

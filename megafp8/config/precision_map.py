@@ -7,6 +7,7 @@ Linears are named as in records: `layers.3.linear_fc2`, counted from 0 over the 
     --first-last-layers-bf16                    first and last layers in high precision
     --precision-map FILE                        its entries, from the first to the last
     --precision ENTRY...                        on the command line
+    --fp8-schedule                              entries of a phase
 
 An entry is PATTERN[:GEMMS]=RECIPE[/FORMAT], for example `layers.20-23.*:dgrad,wgrad=bf16`.
 
@@ -15,6 +16,7 @@ An entry is PATTERN[:GEMMS]=RECIPE[/FORMAT], for example `layers.20-23.*:dgrad,w
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,9 +27,10 @@ from typing import NamedTuple, Optional
 
 from megafp8.config import latent_attention
 from megafp8.config.expert_layers import expert_layers
+from megafp8.config.precision_schedule import PhaseEntry, phases_with_entries, precisions
 from megafp8.config.schema import ModelConfig, PrecisionConfig
 from megafp8.recipes import registry
-from megafp8.recipes.base import HIGH_PRECISION, OPERANDS_OF, LinearRecipe
+from megafp8.recipes.base import HIGH_PRECISION, HIGH_PRECISION_DTYPES, OPERANDS_OF, LinearRecipe
 from megafp8.utils.suggestions import did_you_mean
 
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -39,7 +42,6 @@ EXPERTS, SHARED_EXPERTS = "experts.", "shared_experts."
 """Before the names of a layer's MLP linears, where it has experts: `layers.3.experts.linear_fc1` is of all experts."""
 OUTPUT_LAYER = "output_layer"
 GEMMS = ("fprop", "dgrad", "wgrad")
-HIGH_PRECISION_DTYPES = ("bf16", "fp32")
 _ENTRY_PATTERN = re.compile(r"(?P<pattern>[^:=]+)(?::(?P<gemms>[^:=]+))?=(?P<recipe>[^:=/]+)(?:/(?P<format>[^:=/]+))?")
 _EXPERT_NUMBER = re.compile(r"(\.experts\.)\d+\.")
 _LAYER_RANGE = re.compile(r"layers\.([0-9]+)-([0-9]+)\.(.+)")
@@ -175,7 +177,7 @@ def entries_with_source(precision: PrecisionConfig) -> Iterator[tuple[str, MapEn
 
 def entry_source(text: str) -> str:
     """Where an entry comes from: `--precision ENTRY`, or the line of a file and the entry."""
-    return f"{text.source}: {text}" if isinstance(text, MapFileEntry) else f"--precision {text}"
+    return f"{text.source}: {text}" if isinstance(text, (MapFileEntry, PhaseEntry)) else f"--precision {text}"
 
 
 @functools.lru_cache(maxsize=64)
@@ -188,6 +190,13 @@ def read_entries(texts: tuple[str, ...]) -> tuple[tuple[Optional[MapEntry], str]
         except ValueError as error:
             found.append((None, str(error)))
     return tuple(found)
+
+
+def with_all_phases(precision: PrecisionConfig) -> PrecisionConfig:
+    """The precision with the entries of all phases of `--fp8-schedule` in its map."""
+    of_phases = (phase.apply(precision).precision_map for phase in phases_with_entries(precision))
+    added = (entry for entries in of_phases for entry in entries[len(precision.precision_map) :])
+    return dataclasses.replace(precision, precision_map=(*precision.precision_map, *added))
 
 
 def linear_names(model: ModelConfig) -> tuple[str, ...]:
@@ -316,11 +325,12 @@ def linears_with_statistics(model: ModelConfig, precision: PrecisionConfig) -> t
 
 @functools.lru_cache(maxsize=16)
 def changed_linears(model: ModelConfig, precision: PrecisionConfig) -> tuple[str, ...]:
-    """Names of the linears whose choice the precision map changes."""
+    """Names of the linears whose choice the precision map changes, or an entry of a phase of `--fp8-schedule`."""
     num_layers = model.num_layers
     assert num_layers is not None
-    resolved = resolve(model, precision) if precision.precision_map else {}
-    return tuple(name for name, choice in resolved.items() if choice != unmapped_choice(name, num_layers, precision))
+    maps = [resolve(model, each) for each in precisions(precision) if each.precision_map]
+    unmapped = {name: unmapped_choice(name, num_layers, precision) for name in linear_names(model) if maps}
+    return tuple(name for name, choice in unmapped.items() if any(resolved[name] != choice for resolved in maps))
 
 
 def changes_mlps(model: ModelConfig, precision: PrecisionConfig) -> bool:
@@ -338,7 +348,7 @@ def recipes_of(model: ModelConfig, precision: PrecisionConfig, linears: tuple[st
 
 def used_recipes(precision: PrecisionConfig) -> tuple[str, ...]:
     """Names of all recipes of a run, that of `base_choice` first; empty in high precision."""
-    named = (*base_choice(precision), *(entry.choice(precision) for entry in entries(precision)))
+    named = (*base_choice(precision), *(entry.choice(precision) for entry in entries(with_all_phases(precision))))
     return tuple(dict.fromkeys(choice.recipe for choice in named if choice.recipe is not None))
 
 
@@ -351,7 +361,7 @@ def recipe_source(precision: PrecisionConfig, recipe: str) -> str:
     """Where a recipe comes from, for messages: `--fp8-recipe mxfp8`, or the first map entry with it."""
     if recipe in base_choice(precision).recipes:
         return f"--{'fp4' if precision.fp8_format is None else 'fp8'}-recipe {recipe}"
-    return next(words for words, entry in entries_with_source(precision) if entry.recipe == recipe)
+    return next(words for words, entry in entries_with_source(with_all_phases(precision)) if entry.recipe == recipe)
 
 
 def build_recipe(precision: PrecisionConfig) -> Optional[LinearRecipe]:

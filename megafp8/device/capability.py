@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
-from megafp8.config import derived, dimensions, fp8_lm, mixture, precision_map
+from megafp8.config import derived, dimensions, fp8_lm, mixture, precision_map, precision_schedule
 from megafp8.config.layer_backends import EMULATED, TRANSFORMER_ENGINE, LayerBackend, requested_backend
 from megafp8.config.precision_map import OUTPUT_LAYER, LinearChoice
 from megafp8.config.schema import PrecisionConfig, RunConfig
@@ -297,8 +298,8 @@ def unsupported_precision_map(config: RunConfig) -> list[str]:
     is_delayed = derived.is_stateful(precision)
     if is_delayed and precision.first_last_layers_bf16:
         found["history"] = f"--first-last-layers-bf16 with delayed scaling: {_BY_BLOCK}"
-    resolved = precision_map.resolve(config.model, precision)
-    for name in precision_map.changed_linears(config.model, precision):
+    maps = [precision_map.resolve(config.model, each) for each in precision_schedule.precisions(precision)]
+    for resolved, name in itertools.product(maps, precision_map.changed_linears(config.model, precision)):
         chosen = resolved[name]
         entry = f"the precision map gives {name} {chosen}"
         if is_delayed and name != OUTPUT_LAYER:

@@ -111,6 +111,15 @@ class LayerRuntime(ABC):
             model: the chunks of this rank, unwrapped.
         """
 
+    @abstractmethod
+    def set_precision(self, config: RunConfig, model: Model) -> None:
+        """Compute the linears of this rank in the precision of a phase of `--fp8-schedule` from now on.
+
+        Args:
+            config: with the precision of the phase.
+            model: the chunks of this rank, unwrapped.
+        """
+
     def cached_weights(self, chunks: Sequence[Any]) -> AbstractContextManager[None]:
         """Context of one step, whose microbatches share the codes of a weight."""
         return nullcontext()

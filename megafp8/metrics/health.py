@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from megafp8.config.precision_options import is_quantized_at
+from megafp8.config.precision_schedule import is_quantized_at
 from megafp8.config.schema import RunConfig
 from megafp8.metrics import health_suggestions
 from megafp8.metrics.health_suggestions import Case, Problems, suggestion_text

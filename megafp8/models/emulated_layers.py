@@ -220,6 +220,18 @@ class EmulatedLinearMixin:
             self.amax_exchange.start_step()
             self.quantizer_state.stored_scales.clear()
 
+    def set_recipe(self, recipe: Optional[LinearRecipe]) -> None:
+        """Quantize by another recipe from now on, or nothing if it is None. Not within a step.
+
+        Args:
+            recipe: one without a state of its own, beyond that of the recipe that the linear was built with.
+        """
+        self.is_quantizing = recipe is not None
+        if recipe is not None:
+            self.recipe = recipe
+        if self.amax_exchange is not None:
+            self.quantizer_state.is_updated = recipe is not None and recipe.delayed is not None
+
     def move_to_high_precision(self) -> None:
         """Quantize no GEMM from now on. The state of the recipe stays in checkpoints, unchanged. Not within a step."""
         if self.amax_exchange is not None and not self.is_fallback:

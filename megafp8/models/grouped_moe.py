@@ -15,7 +15,7 @@ the same keys in checkpoints. Under current scaling the casts set a flag for eac
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Optional, Union
 
 import torch
@@ -238,6 +238,20 @@ def named_mixtures(chunk: torch.nn.Module) -> Iterator[tuple[str, MoELayer]]:
     for mixture, number in ((layer.mlp, layer.layer_number) for name, layer in layers if not name.startswith("mtp.")):
         if isinstance(mixture, MoELayer) and isinstance(mixture.experts, GroupedExperts):
             yield f"layers.{number - 1}.{EXPERTS}", mixture
+
+
+def set_precision(chunk: torch.nn.Module, quantized: Collection[str]) -> None:
+    """Quantize the experts of some layers from now on, and those of others not. Not within a step.
+
+    Args:
+        quantized: linears, such as `layers.3.experts.linear_fc1`. `grouped_expert_problems` has excluded that only some
+            linears of an expert are among them.
+    """
+    for prefix, mixture in named_mixtures(chunk):
+        experts = mixture.experts
+        experts.is_quantizing, experts.codes = f"{prefix}{LINEARS[0]}" in quantized, None
+        for state in experts.quantizer_state.values():
+            state.is_updated = experts.is_quantizing
 
 
 def grouped_weights(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:

@@ -122,6 +122,11 @@ class EmulatedRuntime(LayerRuntime):
             if name in in_high_precision:
                 linear.move_to_high_precision()
 
+    def set_precision(self, config: RunConfig, model: Model) -> None:
+        recipes = linear_recipes(config)
+        for name, linear in emulated_linears_by_name(model):
+            linear.set_recipe(recipes[precision_map.name_of_all_experts(name)])
+
     def cached_weights(self, chunks: Sequence[Any]) -> AbstractContextManager[None]:
         # Each weight is quantized once for all microbatches of a step.
         return cached_weight_codes(chunks)

@@ -102,10 +102,12 @@ class DelayedState(nn.Module):
         amax_history: [length, 3], of stacked linears [length, 3, E].
         quant_scale: [3], of stacked linears [3, E].
         format_max: the largest value of each operand's format, [3] or [3, 1].
+        is_updated: whether the linear runs under delayed scaling now, so that updates of all linears wait for it.
     """
 
     amax_history: Tensor
     quant_scale: Tensor
+    is_updated = True
 
     def __init__(self, recipe: LinearRecipe, num_linears: Optional[int] = None):
         super().__init__()
@@ -255,11 +257,12 @@ class AmaxExchange:
         ran = self._ran[direction]
         assert id(state) not in ran, f"a linear ran {direction} twice before another one of its chunk ran at all"
         ran.add(id(state))
-        if len(ran) == len(self.states):
+        updated = [each for each in self.states if each.is_updated]
+        if len(ran) == len(updated):
             ran.clear()
-            for observer in self.observers.values():
+            for observer in (self.observers[each] for each in updated if each in self.observers):
                 observer(operands)
-            reduce_and_update_scales(self.states, operands, self.group)
+            reduce_and_update_scales(updated, operands, self.group)
 
 
 @torch.no_grad()

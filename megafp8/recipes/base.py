@@ -68,6 +68,7 @@ OPERANDS_OF = (
 
 FULL_DIM = None  # as a block length: the full dimension
 HIGH_PRECISION = "high"  # in place of a recipe's name: GEMMs that are not quantized
+HIGH_PRECISION_DTYPES = ("bf16", "fp32")  # the words of users for it; the dtype is that of the weights
 Block = tuple[int, int]
 BlockShape = tuple[Optional[int], Optional[int]]
 

@@ -49,6 +49,7 @@ def separate_linears(chunks: Sequence[nn.Module], names: Collection[str]) -> Ite
 
 def set_high_precision(linear: Any) -> None:
     """Give a linear its own precision, and free the codes of its weight."""
+    linear.is_fallback = True
     if hasattr(linear, "own_recipe"):  # of a precision map
         linear.own_recipe = None
     else:

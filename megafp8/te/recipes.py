@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Optional
 
@@ -78,7 +78,7 @@ def apply_precision_map(chunk: GPTModel, config: RunConfig) -> None:
         with_context_parallel=True, tp_only_amax_red=precision.tp_only_amax_red
     )
     linears = [(precision_map.name_of_all_experts(name), linear) for name, linear in named_linears(chunk)]
-    changed = [(name, linear) for name, linear in linears if name in names]
+    changed = [(name, linear) for name, linear in linears if name in names and isinstance(linear, torch.nn.Module)]
     for name, linear in changed:
         wrap_with_recipe(linear, build_te_recipe(chosen[name]), group)
     output_recipe = build_te_recipe(chosen[OUTPUT_LAYER])
@@ -90,6 +90,23 @@ def apply_precision_map(chunk: GPTModel, config: RunConfig) -> None:
         # the cached codes of weights would never be renewed.
         for _, linear in changed:
             linear.disable_parameter_transpose_cache = True
+
+
+def set_precision(config: RunConfig, chunks: Sequence[torch.nn.Module]) -> None:
+    """Compute in the precision of a phase of `--fp8-schedule` from now on, but for linears moved to high precision.
+
+    Only linears that the map of some phase changes have an attribute `own_recipe`. In the other phases the autocast of
+    their layer applies.
+    """
+    chosen = precision_map.resolve(config.model, config.precision)
+    changed = precision_map.changed_linears(config.model, config.precision)
+    for name, linear in (named for chunk in chunks for named in named_linears(chunk)):
+        name = precision_map.name_of_all_experts(name)
+        if not hasattr(linear, "own_recipe") or getattr(linear, "is_fallback", False):
+            continue
+        linear.own_recipe = build_te_recipe(chosen[name])
+        linear.is_quantizing = name in changed or name == OUTPUT_LAYER
+        linear._fp8_workspaces.clear()  # codes of the weight in another recipe
 
 
 def wrap_with_recipe(linear: torch.nn.Module, recipe: Optional[te_recipe.Recipe], group: Any) -> None:

@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megafp8.config import precision_map
 from megafp8.config.expert_layers import expert_layers
 from megafp8.config.schema import RunConfig
 from megafp8.mcore.layer_runtime import FsdpCodes, LayerRuntime, LinearCounters, Model, MultiTokenSpec
@@ -43,7 +44,7 @@ class TransformerEngineRuntime(LayerRuntime):
         return transformer_engine_spec(core, layer, layers.norm(), vp_stage)
 
     def finish_chunk(self, config: RunConfig, chunk: GPTModel) -> None:
-        if config.precision.precision_map:
+        if precision_map.with_all_phases(config.precision).precision_map:
             from megafp8.te.recipes import apply_precision_map
 
             apply_precision_map(chunk, config)
@@ -79,6 +80,11 @@ class TransformerEngineRuntime(LayerRuntime):
 
         move_to_high_precision(model, in_high_precision)
         smooth_inputs(model, smoothed)
+
+    def set_precision(self, config: RunConfig, model: Model) -> None:
+        from megafp8.te.recipes import set_precision
+
+        set_precision(config, model)
 
     def delayed_state(self, chunk: Any) -> list[Tensor]:
         return layers.delayed_state(chunk)

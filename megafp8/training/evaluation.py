@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Optional
 
@@ -61,7 +61,8 @@ def evaluate(
     total = torch.zeros(2, dtype=torch.float64, device=device)
     is_high = split == VALID_HIGH_PRECISION
     passes = partial(forward_backward, forward_only=True) if is_high else forward_or_replay
-    precision = high_precision(run.transformer_config, run.training_state.chunks) if is_high else run.precision_at(step)
+    run.set_precision(step)
+    precision = high_precision(run.transformer_config, run.training_state.chunks) if is_high else nullcontext()
     with evaluation_mode(run), precision:
         fault_injection.point("evaluation.begin")
         for index in range(num_batches):

@@ -6,10 +6,10 @@ sequence, so that quantized GEMMs over single tokens would be neither the arithm
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Optional
 
-from megafp8.config import derived, precision_map
-from megafp8.config.precision_options import is_quantized_at
+from megafp8.config import derived, precision_map, precision_schedule
 from megafp8.config.schema import PrecisionConfig, RunConfig
 from megafp8.config.settings import with_values
 from megafp8.errors import ConfigError
@@ -17,8 +17,8 @@ from megafp8.recipes import registry
 
 
 def trained_config(saved: RunConfig, step: int) -> RunConfig:
-    """The saved configuration with the arithmetic of a step: after a high-precision step of `--fp8-schedule` that."""
-    return saved if is_quantized_at(saved.precision, max(1, step)) else without_quantization(saved)
+    """The saved configuration with the arithmetic of a step: that of its phase of `--fp8-schedule`."""
+    return dataclasses.replace(saved, precision=precision_schedule.precision_at(saved.precision, max(1, step)))
 
 
 def generation_config(
@@ -81,8 +81,7 @@ def cache_warning(trained: PrecisionConfig, chosen: PrecisionConfig) -> str:
 
 def without_quantization(config: RunConfig) -> RunConfig:
     """The configuration with all GEMMs in high precision."""
-    values = {"precision.fp8_format": None, "precision.fp4_format": None, "precision.precision_map": ()}
-    return with_values(config, values)
+    return dataclasses.replace(config, precision=precision_schedule.without_recipes(config.precision))
 
 
 def quantization_words(precision: PrecisionConfig) -> list[str]:

@@ -1,20 +1,26 @@
 """The precision of a step under `--fp8-schedule`, and the state of delayed scaling around a step.
 
 Nothing is rebuilt when the precision changes. Weights, optimizer and recipe state (scales of delayed scaling, counters
-of stochastic rounding) stay in place. Steps in high precision ignore the recipe state, and every checkpoint has it.
+of stochastic rounding) stay in place. Linears in high precision ignore their recipe state, and every checkpoint has it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from megafp8.config import precision_map
 from megafp8.config.layer_backends import LayerBackend
+from megafp8.config.precision_schedule import SchedulePhase, phase_at
+from megafp8.config.schema import RunConfig
+from megafp8.models import grouped_moe
 from megafp8.models.layer_runtime import layer_runtime
 from megafp8.quantization.delayed_scaling import DelayedState
 
@@ -26,7 +32,7 @@ def high_precision(config: TransformerConfig, chunks: list[Any]) -> Iterator[Non
     megatron-core reads its configuration in each forward pass. Emulated linears, and those with a recipe of their own,
     read `is_quantizing`.
     """
-    linears = [module for chunk in chunks for module in chunk.modules() if hasattr(module, "is_quantizing")]
+    linears = [module for chunk in chunks for module in chunk.modules() if getattr(module, "is_quantizing", False)]
     formats = config.fp8, config.fp4
     config.fp8 = config.fp4 = None
     for linear in linears:
@@ -37,6 +43,40 @@ def high_precision(config: TransformerConfig, chunks: list[Any]) -> Iterator[Non
         config.fp8, config.fp4 = formats
         for linear in linears:
             linear.is_quantizing = True
+
+
+class PrecisionPhases:
+    """The phases of `--fp8-schedule`, of which a model is in one at a time.
+
+    Args:
+        transformer_config: which megatron-core reads in each forward pass.
+        chunks: the model.
+        implementation: the layers in use, see `Run`.
+    """
+
+    def __init__(
+        self, config: RunConfig, transformer_config: TransformerConfig, chunks: list[Any], implementation: LayerBackend
+    ):
+        self.config, self.transformer_config = config, transformer_config
+        self.chunks, self.implementation = chunks, implementation
+        self.formats = transformer_config.fp8, transformer_config.fp4
+        self.current: Optional[SchedulePhase] = None
+
+    def enter(self, step: int) -> bool:
+        """Compute in the phase of a step from now on, not within a step; whether that changed anything."""
+        phase = phase_at(self.config.precision, step)
+        if phase is None or phase == self.current:
+            return False
+        self.current, core = phase, self.transformer_config
+        core.fp8, core.fp4 = self.formats if phase.is_quantized else (None, None)
+        config = dataclasses.replace(self.config, precision=phase.apply(self.config.precision))
+        resolved = precision_map.resolve(config.model, config.precision)
+        quantized = {name for name, choice in resolved.items() if choice.is_quantized}
+        model = unwrap_model(self.chunks)
+        for chunk in model:
+            grouped_moe.set_precision(chunk, quantized)
+        layer_runtime(self.implementation).set_precision(config, model)
+        return True
 
 
 class DelayedScalingSnapshot:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +16,6 @@ from megafp8.checkpoint.progress import HighPrecisionFallback, Progress, Trainin
 from megafp8.config import derived, iterations, lr_schedule
 from megafp8.config.batch_schedule import BatchSchedule
 from megafp8.config.layer_backends import LayerBackend
-from megafp8.config.precision_options import is_quantized_at
 from megafp8.config.schema import RunConfig
 from megafp8.data.sample_hash import SampleHashChain
 from megafp8.data.task_files import Task
@@ -31,7 +29,7 @@ from megafp8.resilience.watchdog import Watchdog
 from megafp8.training.checks import machine_problems
 from megafp8.training.cuda_graph import EagerPasses
 from megafp8.training.nonfinite_operands import fall_back
-from megafp8.training.precision import high_precision
+from megafp8.training.precision import PrecisionPhases
 from megafp8.training.step_parts import BadStepDetector, StepPart
 
 
@@ -159,11 +157,15 @@ class Run:
         num_steps = max(0, self.last_step(progress) - progress.step)
         return self.batch_schedule.advance(num_steps, progress.consumed_samples)
 
-    def precision_at(self, step: int) -> AbstractContextManager[None]:
-        """A context that computes in the precision of a step under `--fp8-schedule`. Steps count from 1."""
-        if is_quantized_at(self.config.precision, max(1, step)):
-            return nullcontext()
-        return high_precision(self.transformer_config, self.training_state.chunks)
+    @cached_property
+    def precision_phases(self) -> PrecisionPhases:
+        """Changes the precision under `--fp8-schedule`."""
+        return PrecisionPhases(self.config, self.transformer_config, self.training_state.chunks, self.implementation)
+
+    def set_precision(self, step: int) -> None:
+        """Compute in the precision of a step from now on. Steps count from 1; all ranks call it."""
+        if self.precision_phases.enter(max(1, step)):
+            self.graph.reset()  # it has the kernels of before
 
     def change_linears(self, linears: Sequence[HighPrecisionFallback]) -> None:
         """Compute linears in high precision, or with a scale per channel, from now on; all ranks call it."""

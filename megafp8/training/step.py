@@ -128,7 +128,8 @@ def pass_step(
 ) -> tuple[StepTotals, Optional[bad_steps.BadStep]]:
     """Forward and backward pass of a step, and its numbers; arguments as for `train_step`."""
     begin_step(run, progress)
-    with run.timer.span("forward-backward"), run.precision_at(progress.step + 1):
+    run.set_precision(progress.step + 1)
+    with run.timer.span("forward-backward"):
         num_microbatches = run.num_microbatches_at(progress.consumed_samples)
         reports = forward_backward_or_replay(run, batches, num_microbatches, is_eager, step_hooks)
         optimizer = run.training_state.optimizer

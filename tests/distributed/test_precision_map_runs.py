@@ -26,7 +26,7 @@ from test_loop import run_loop
 from test_quantizer_state import DELAYED, quantizer_states
 
 from megafp8.analysis.runs import load_run
-from megafp8.checkpoint.progress import Progress
+from megafp8.checkpoint.progress import HighPrecisionFallback, Progress
 from megafp8.checkpoint.save import save_checkpoint
 from megafp8.config import precision_map
 from megafp8.config.schema import RunConfig
@@ -38,6 +38,7 @@ from megafp8.recipes.base import OPERANDS_OF, Gemm, LinearRecipe
 from megafp8.training.evaluation import evaluate
 from megafp8.training.extensions.calibration import calibrate, needs_calibration
 from megafp8.training.extensions.precision_schedule import changes_at
+from megafp8.training.extensions.statistics import StatisticsCollector
 from megafp8.training.run import Run
 
 BF16 = "--bf16 --micro-batch-size 2"
@@ -233,6 +234,89 @@ def test_resume_within_each_schedule_entry_is_bit_equal(at: int, tmp_path: Path)
     before = run_ranks(1, resumed, config, at, 1, None, tmp_path)[0]
     after = run_ranks(1, resumed, config, 6 - at, at + 1, tmp_path, None)[0]
     assert [before[0] + after[0], *after[1:]] == whole
+
+
+PHASES = "fp8:1,fp8[layers.1.*=bf16]:2,fp8[*:fprop=bf16;layers.0.*=bf16]:4,fp8"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "entries"),
+    [
+        (TENSORWISE, "*:fprop=bf16"),
+        (TENSORWISE, "*.linear_fc2=mxfp8/e4m3 layers.1.*=bf16"),
+        (f"{BF16} --fp4-format e2m1", "*:fprop=bf16 layers.1.*:wgrad=bf16"),
+        (TENSORWISE, "*:dgrad,wgrad=bf16"),
+    ],
+)
+def test_a_phase_computes_as_a_run_with_its_map(recipe: str, entries: str, tmp_path: Path) -> None:
+    """From the same checkpoint. The phases before and after it are those of a run without entries."""
+    family = "fp4" if "fp4" in recipe else "fp8"
+    schedule = f"{family}:2,{family}[{';'.join(entries.split())}]:4,{family}"
+    config = small_config("llama", f"{recipe} --fp8-schedule {schedule}")
+    mapped = small_config("llama", f"{recipe} --precision {entries}")
+    plain = small_config("llama", recipe)
+    whole = run_ranks(1, resumed, config, 5, 1, None, None)[0]
+    parts = [
+        run_ranks(1, resumed, plain, 2, 1, None, tmp_path / "two")[0],
+        run_ranks(1, resumed, mapped, 2, 3, tmp_path / "two", tmp_path / "four")[0],
+        run_ranks(1, resumed, plain, 1, 5, tmp_path / "four", None)[0],
+    ]
+    assert whole == [[loss for part in parts for loss in part[0]], *parts[-1][1:]]
+    assert parts[1][0] != run_ranks(1, resumed, plain, 2, 3, tmp_path / "two", None)[0][0]
+
+
+@pytest.mark.parametrize(("layout", "size"), [("", 1), (PIPELINE, 2)])
+def test_delayed_scaling_of_a_phase_equals_linears_moved_to_high_precision(layout: str, size: int) -> None:
+    """Updates of the others do not wait for linears that pause, whose histories stay and are used afterwards."""
+    flags = f"{DELAYED} {FOUR_LAYERS} {layout}"
+
+    def scheduled() -> list:
+        run = build_run(small_config("llama", f"{flags} --fp8-schedule fp8:2,fp8[layers.1.*=bf16]:4,fp8", size))
+        losses, states = train(run, 2).losses, [state_of(run, "layers.1.linear_fc1")]
+        losses += train(run, 2, first_step=3).losses
+        states, all_states = [*states, state_of(run, "layers.1.linear_fc1")], fingerprint(quantizer_states(run))
+        train(run, 1, first_step=5)
+        return [losses, all_states, *states, state_of(run, "layers.1.linear_fc1")]
+
+    def moved() -> list:
+        run = build_run(small_config("llama", flags, size))
+        losses = train(run, 2).losses
+        names = [f"layers.1.{name}" for name in precision_map.LINEARS]
+        run.change_linears([HighPrecisionFallback(name, 2, "") for name in names])
+        return [losses + train(run, 2, first_step=3).losses, fingerprint(quantizer_states(run))]
+
+    for here, there in zip(run_ranks(size, scheduled), run_ranks(size, moved), strict=True):
+        assert here[:2] == there
+        before, paused, after = here[2:]
+        assert before == paused and (before is None or paused != after)
+
+
+def state_of(run: Run, name: str) -> str | None:
+    """Of a linear's delayed scaling; None on ranks that do not have it."""
+    linear = run_linears(run).get(name)
+    return None if linear is None else fingerprint(dict(linear.quantizer_state.named_buffers()))
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_resume_within_each_phase_of_the_map_is_bit_equal(at: int, tmp_path: Path) -> None:
+    config = small_config("llama", f"{DELAYED} --fp8-schedule {PHASES}")
+    whole = run_ranks(1, resumed, config, 5, 1, None, None)[0]
+    before = run_ranks(1, resumed, config, at, 1, None, tmp_path)[0]
+    after = run_ranks(1, resumed, config, 5 - at, at + 1, tmp_path, None)[0]
+    assert [before[0] + after[0], *after[1:]] == whole
+
+
+def test_statistics_are_those_of_the_phase() -> None:
+    def body() -> list[set[str]]:
+        config = small_config("llama", f"{TENSORWISE} --fp8-log-interval 1 --fp8-schedule {PHASES}")
+        run = build_run(config)
+        collector = StatisticsCollector(run)
+        records = [statistics_record_of(run, step, collector) for step in (1, 2, 3, 5)]
+        return [set(record.tensors) for record in records]
+
+    one, two, three, last = run_ranks(1, body)[0]
+    assert one == last and {name for name in one if not name.startswith("layers.1.")} == two
+    assert three and all(name.startswith("layers.1.") and not name.endswith("input.row") for name in three)
 
 
 def test_stage_without_delayed_scaling_needs_no_calibration() -> None:

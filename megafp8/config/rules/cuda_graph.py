@@ -34,7 +34,7 @@ def default_graph_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _settings_without_default_graph(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Settings whose graph has to be asked for: the flag, and the reason. To make one the default, delete its line."""
-    parallel = config.parallel
+    parallel, schedule = config.parallel, config.precision.fp8_schedule
     context, messages = parallel.context_parallel_size, parallel.cp_comm_type
     has_other_ranks = max(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size) > 1
     flag, untested = f"--context-parallel-size {context}", "its graph has not been tested on GPUs"
@@ -50,6 +50,7 @@ def _settings_without_default_graph(config: RunConfig) -> Iterator[tuple[str, st
         (context == 2 and messages not in tested, f"{flag} with --cp-comm-type {messages}", untested),
         (context == 2 and has_other_ranks, f"{flag} with tensor- or pipeline-parallel ranks", untested),
         (parallel.use_torch_fsdp2, "--use-torch-fsdp2", fsdp2),
+        (schedule is not None, f"--fp8-schedule {schedule}", "graphs captured again at a phase are not tested on GPUs"),
     )
     yield from ((what, f"{why}; --cuda-graph-impl local tries it") for is_there, what, why in checks if is_there)
 
@@ -67,7 +68,7 @@ Checks = Iterator[tuple[bool, str, str, str]]  # whether the problem is there, t
 
 def _kernel_problems(config: RunConfig) -> Checks:
     """Random numbers of dropout, and precisions that change."""
-    model, precision = config.model, config.precision
+    model = config.model
     granularity = derived.recompute_granularity(config.training)
     jitter = (("--moe-input-jitter-eps", model.moe_input_jitter_eps),) if model.moe_input_jitter_eps else ()
     for flag, rate in (*_dropout_rates(config), *jitter):
@@ -84,12 +85,6 @@ def _kernel_problems(config: RunConfig) -> Checks:
         "megatron-core 0.16 does not wait for its copies in a CUDA graph, and a graph of 0.19 is not faster than "
         "launched kernels",
         NO_GRAPH,
-    )
-    yield (
-        precision.fp8_schedule is not None,
-        f"--fp8-schedule {precision.fp8_schedule}",
-        "a CUDA graph has a fixed precision",
-        "remove it",
     )
     yield (
         bool(multi_token.num_depths(model)),

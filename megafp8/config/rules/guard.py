@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megafp8.config import derived, precision_map
+from megafp8.config import derived, precision_map, precision_schedule
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.guarded_linears import SWIGLU_OUTPUT, is_of_routed_experts, watched_linears
 from megafp8.config.rules.base import all_positive, no_effect_without
@@ -31,6 +31,11 @@ def guard_has_quantized_layers(config: RunConfig, world_size: int) -> Iterator[s
             f"{flag} with delayed scaling: the weight has the channel scales of each microbatch, and would saturate "
             f"with a scale of earlier amaxes; use {policies_instead_of_scales(config)}, or a recipe without amax "
             "history"
+        )
+    if training.fp8_guard == "smooth-swiglu" and any(precision_schedule.phases_with_entries(config.precision)):
+        yield (
+            f"{flag} with entries in --fp8-schedule: scales per channel are for linears of one recipe; use "
+            f"{policies_instead_of_scales(config)}"
         )
     if training.fp8_guard == "smooth-swiglu" and not config.model.swiglu:
         yield f"{flag} scales the output of SwiGLU: add --swiglu, or use {policies_instead_of_scales(config)}"

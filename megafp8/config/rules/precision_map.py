@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megafp8.config import derived, iterations, precision_map, precision_options
+from megafp8.config import derived, iterations, precision_map, precision_schedule
 from megafp8.config.rules.base import all_positive, batch_size, no_effect_without
-from megafp8.config.schema import RunConfig
+from megafp8.config.schema import PrecisionConfig, RunConfig
 from megafp8.recipes import registry
+from megafp8.recipes.base import HIGH_PRECISION_DTYPES
 
 
 def entries_can_be_read(config: RunConfig, world_size: int) -> Iterator[str]:
     """Every entry has the form PATTERN[:GEMMS]=RECIPE[/FORMAT]."""
-    texts = config.precision.precision_map
+    texts = precision_map.with_all_phases(config.precision).precision_map
     for text, (entry, problem) in zip(texts, precision_map.read_entries(texts), strict=True):
         if entry is None:
             yield f"{precision_map.entry_source(text)}: {problem}"
@@ -23,20 +24,52 @@ def entries_name_linears(config: RunConfig, world_size: int) -> Iterator[str]:
     num_layers = config.model.num_layers
     if num_layers is None or not all_positive(num_layers):
         return
-    for source, entry in precision_map.entries_with_source(config.precision):
+    for source, entry in precision_map.entries_with_source(precision_map.with_all_phases(config.precision)):
         if problem := precision_map.pattern_problem(entry.pattern, config.model):
             yield f"{source}: {problem}"
+
+
+def phases_quantize_what_the_run_does(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Linears are built with the recipes of the run, and phases only take away from that, or change stateless ones."""
+    model, precision = config.model, config.precision
+    if not all_positive(model.num_layers):
+        return
+    resolved = precision_map.resolve(model, precision)
+    for phase in precision_schedule.phases_with_entries(precision):
+        start, choices = f"--fp8-schedule {phase}", precision_map.resolve(model, phase.apply(precision))
+        if not any(chosen.is_quantized for chosen in choices.values()):
+            yield f"{start} leaves nothing quantized: give {derived.params_dtype(precision)} in place of it"
+        for name, chosen in choices.items():
+            if chosen.is_quantized and not resolved[name].is_quantized:
+                yield (
+                    f"{start} quantizes {name}, which is in high precision without the entries: give it a recipe with "
+                    "--precision, and keep it in high precision in the other phases"
+                )
+                break
+            new = [now for now, before in zip(chosen, resolved[name], strict=True) if now.recipe and now != before]
+            if with_state := [choice.name for choice in new if has_state(choice, precision)]:
+                yield (
+                    f"{start} gives {name} {with_state[0]}, whose state (an amax history or random numbers) a run has "
+                    "from its start: make it the recipe of the run, and give the other recipe to other phases"
+                )
+                break
+
+
+def has_state(choice: precision_map.GemmChoice, precision: PrecisionConfig) -> bool:
+    """Whether the recipe of a GEMM has an amax history or draws random numbers."""
+    recipe = registry.get(str(choice.recipe))
+    return recipe.is_stateful or recipe.is_stochastic(vars(precision))
 
 
 def high_precision_is_that_of_the_weights(config: RunConfig, world_size: int) -> Iterator[str]:
     """GEMMs in high precision use the dtype of the weights."""
     dtype = derived.params_dtype(config.precision)
     fix = {"bf16": "give bf16", "fp32": "give fp32, or --bf16 for the run", "fp16": "remove it, or give --bf16"}[dtype]
-    for source, entry in precision_map.entries_with_source(config.precision):
-        if entry.recipe in precision_map.HIGH_PRECISION_DTYPES and entry.recipe != dtype:
+    for source, entry in precision_map.entries_with_source(precision_map.with_all_phases(config.precision)):
+        if entry.recipe in HIGH_PRECISION_DTYPES and entry.recipe != dtype:
             yield f"{source}: the weights of this run are {dtype}; {fix}"
-    for phase in precision_schedule(config):
-        if phase.precision in precision_map.HIGH_PRECISION_DTYPES and phase.precision != dtype:
+    for phase in schedule_phases(config):
+        if phase.precision in HIGH_PRECISION_DTYPES and phase.precision != dtype:
             yield (
                 f"--fp8-schedule {config.precision.fp8_schedule}: {phase.precision}, but the weights of this run are "
                 f"{dtype}; {fix}"
@@ -63,7 +96,7 @@ def schedule_can_be_read(config: RunConfig, world_size: int) -> Iterator[str]:
     if precision.fp8_schedule is None:
         return
     try:
-        phases = precision_options.parse_schedule(precision.fp8_schedule)
+        phases = precision_schedule.parse_schedule(precision.fp8_schedule)
     except ValueError as error:
         yield f"{flag}: {error}"
         return
@@ -81,7 +114,7 @@ def schedule_ends_within_the_run(config: RunConfig, world_size: int) -> Iterator
     if training.train_iters is None and (training.train_samples is None or batch_size(config, world_size) is None):
         return
     num_steps = iterations.train_iters(config, world_size)
-    for phase in precision_schedule(config)[:-1]:
+    for phase in schedule_phases(config)[:-1]:
         if phase.last_step is not None and phase.last_step >= num_steps:
             yield (
                 f"--fp8-schedule {config.precision.fp8_schedule}: the run ends at step {num_steps}, so no phase after "
@@ -89,12 +122,12 @@ def schedule_ends_within_the_run(config: RunConfig, world_size: int) -> Iterator
             )
 
 
-def precision_schedule(config: RunConfig) -> tuple[precision_options.SchedulePhase, ...]:
+def schedule_phases(config: RunConfig) -> tuple[precision_schedule.SchedulePhase, ...]:
     """The phases of --fp8-schedule; empty without a valid schedule."""
     if config.precision.fp8_schedule is None:
         return ()
     try:
-        return precision_options.parse_schedule(config.precision.fp8_schedule)
+        return precision_schedule.parse_schedule(config.precision.fp8_schedule)
     except ValueError:
         return ()
 

@@ -120,7 +120,8 @@ class PrecisionConfig:
         flags=("--precision",), many=True, metavar="ENTRY", megatron=OWN,
     )
     fp8_schedule: Optional[str] = setting(
-        None, "alternating phases in FP8 and high precision, each with its last step: bf16:100,fp8:900,bf16",
+        None, "phases in FP8 or FP4 and in high precision, with last steps and entries as of --precision: "
+        "bf16:100,fp4:900,fp4[*:fprop=bf16;layers.30-31.*=bf16]",
         metavar="PHASES", megatron=OWN,
     )
     transformer_impl: str = setting(

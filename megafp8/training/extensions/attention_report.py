@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from megafp8.config import derived
-from megafp8.config.precision_options import is_quantized_at
+from megafp8.config.precision_schedule import is_quantized_at
 from megafp8.errors import CapabilityError
 from megafp8.metrics.records import EventRecord
 from megafp8.metrics.sinks import Sinks

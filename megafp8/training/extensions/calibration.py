@@ -24,7 +24,7 @@ from megafp8.checkpoint.load import requantize_weights
 from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.state_dict import restore_rng_state, rng_state
 from megafp8.config import derived
-from megafp8.config.precision_options import is_quantized_at
+from megafp8.config.precision_schedule import is_quantized_at
 from megafp8.metrics.records import EventRecord
 from megafp8.metrics.timers import CALIBRATION
 from megafp8.models.layer_runtime import layer_runtime
@@ -101,6 +101,7 @@ def calibrate(run: Run, progress: Progress) -> EventRecord:
     """
     started, samples = time.monotonic(), progress.consumed_samples
     random = rng_state()
+    run.set_precision(progress.step + 1)
     for part in run.parts:
         part.begin(progress)
     for _ in range(NUM_ITERATIONS):

@@ -11,6 +11,7 @@ several times as long as on the device.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Optional
@@ -21,7 +22,8 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megafp8.checkpoint.save import finish_param_gather
-from megafp8.config.precision_options import is_quantized_at
+from megafp8.config.precision_schedule import is_quantized_at, precision_at
+from megafp8.config.schema import PrecisionConfig
 from megafp8.errors import NumericsError
 from megafp8.metrics.collector import TensorObserver, build_statistics_plan, collect
 from megafp8.metrics.health import HealthMonitor
@@ -63,7 +65,7 @@ class QuantizationStatistics(Extension):
 
     def before_step(self, state: LoopState) -> None:
         if self.collector is not None and self.collector.is_due(state.step + 1):
-            state.step_hooks.append(self.collector.start(state.progress.consumed_samples))
+            state.step_hooks.append(self.collector.start(state.step + 1, state.progress.consumed_samples))
 
     def before_update(self, state: LoopState, totals: StepTotals) -> None:
         if self.collector is not None:
@@ -83,9 +85,10 @@ class QuantizationStatistics(Extension):
             return False
         if not self.collector.is_collecting:
             run, samples = state.run, state.progress.consumed_samples
-            hooks = self.collector.start(samples)
+            hooks = self.collector.start(state.step + 1, samples)
             batches = build_batches(run, run.datasets[0], samples, samples + run.batch_size_at(samples), num_workers=0)
-            with run.precision_at(state.step + 1), hooks.attached():
+            run.set_precision(state.step + 1)
+            with hooks.attached():
                 clear_gradients(run)
                 forward_backward(run, batches, run.num_microbatches_at(samples), forward_only=False)
         state.sinks.defer(self.collector.end_step(state.step + 1))
@@ -112,18 +115,22 @@ class StatisticsCollector:
         config, world_size = run.config, run.rank_position.world_size
         assert config.logging.fp8_log_interval is not None
         self.run, self.interval = run, config.logging.fp8_log_interval
-        self.plan = build_statistics_plan(config)
-        self.linears = find_linears(unwrap_model(run.training_state.chunks), self.plan.recipes)
         self.health = HealthMonitor(config, world_size, run.warmup_steps, machine_problems)
-        self.statistics = StepStatistics(self)
+        self.precision: Optional[PrecisionConfig] = None
         self.is_collecting = False
 
     def is_due(self, step: int) -> bool:
         """Whether a step is a statistics step: on the interval, and quantized under `--fp8-schedule`."""
         return step % self.interval == 0 and is_quantized_at(self.run.config.precision, step)
 
-    def start(self, consumed_samples: int) -> StepHooks:
+    def start(self, step: int, consumed_samples: int) -> StepHooks:
         """Start a statistics step, the one after so many samples, whose forward-backward is to be observed."""
+        precision = precision_at(self.run.config.precision, step)
+        if precision != self.precision:  # the first step, or the first of a phase, which quantizes other linears
+            self.precision = precision
+            self.plan = build_statistics_plan(dataclasses.replace(self.run.config, precision=precision))
+            self.linears = find_linears(unwrap_model(self.run.training_state.chunks), self.plan.recipes)
+            self.statistics = StepStatistics(self)
         self.is_collecting = True
         self.statistics.begin(self.run.batch_size_at(consumed_samples))
         return StepHooks(self.statistics.attached, self.statistics.generator, self.statistics.restart)
@@ -131,7 +138,7 @@ class StatisticsCollector:
     def start_if_due(self, number: int) -> list[StepHooks]:
         """Start a step, without the training loop; empty if it is no statistics step."""
         self.is_collecting = False
-        return [self.start(self.run.batch_schedule.advance(number - 1))] if self.is_due(number) else []
+        return [self.start(number, self.run.batch_schedule.advance(number - 1))] if self.is_due(number) else []
 
     def before_update(self, totals: StepTotals) -> None:
         """Collect gradient norms and weights, after the reduction and before the update."""
@@ -146,14 +153,15 @@ class StatisticsCollector:
             What makes the records, then or later: on rank 0 those of the step and its health warnings, else none.
         """
         self.is_collecting = False
-        self.statistics.after_update()
-        self.statistics.table.reduce()
+        statistics = self.statistics  # the next phase has others, perhaps before the records are made
+        statistics.after_update()
+        statistics.table.reduce()
         if self.run.rank_position.rank != 0:
             return list
-        table, batch_size = self.statistics.table.to_host(), self.statistics.batch_size
+        table, batch_size = statistics.table.to_host(), statistics.batch_size
 
         def records() -> list[Record]:
-            record = self.statistics.record(step, table, batch_size)
+            record = statistics.record(step, table, batch_size)
             return [record, *self.health.update(record)]
 
         return records

@@ -84,8 +84,9 @@ class TrackedLinear:
         return getattr(self.module.amax_groups(self.module.sequence_parallel), operand.value)
 
     def weight_codes(self) -> Optional[Tensor]:
-        """A copy of the weight's codes for fprop, uint8; None in high precision."""
-        rule = None if self.recipe is None else self.recipe.rule(Operand.WEIGHT, Gemm.FPROP)
+        """A copy of the weight's codes for fprop, or else for dgrad, uint8; None in high precision."""
+        rules = [self.recipe.rule(Operand.WEIGHT, gemm) for gemm in (Gemm.FPROP, Gemm.DGRAD)] if self.recipe else []
+        rule = next((rule for rule in rules if rule is not None), None)
         weight = self.weight
         if rule is None:
             return None

@@ -92,7 +92,8 @@ def read_prompts(logging: LoggingConfig) -> tuple[str, ...]:
 @contextmanager
 def unchanged_training(run: Run, step: int) -> Iterator[None]:
     """A context for forward passes on other data, in the precision of a step."""
-    with evaluation_mode(run), run.precision_at(step), main_output_only(unwrap_model(run.training_state.chunks)):
+    run.set_precision(step)
+    with evaluation_mode(run), main_output_only(unwrap_model(run.training_state.chunks)):
         yield
 
 

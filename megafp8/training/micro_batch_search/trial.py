@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megafp8.config import iterations
 from megafp8.config.layer_backends import LAYER_BACKENDS
-from megafp8.config.precision_options import parse_schedule
+from megafp8.config.precision_schedule import parse_schedule
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 from megafp8.config.stages import microbatch_group_size
@@ -167,15 +167,16 @@ def step_kinds(config: RunConfig, world_size: int) -> list[int]:
     """A step number for each precision of `--fp8-schedule`, the most frequent first; step 1 without a schedule."""
     if config.precision.fp8_schedule is None:
         return [1]
-    first_of: dict[bool, int] = {}
-    lengths: Counter[bool] = Counter()
+    first_of: dict[tuple[str, ...], int] = {}
+    lengths: Counter[tuple[str, ...]] = Counter()
     first, steps = 1, iterations.train_iters(config, world_size)
     for phase in parse_schedule(config.precision.fp8_schedule):
         last = phase.last_step or max(first, steps)
-        first_of.setdefault(phase.is_quantized, first)
-        lengths[phase.is_quantized] += last - first + 1
+        kind = phase.precision, *phase.entries
+        first_of.setdefault(kind, first)
+        lengths[kind] += last - first + 1
         first = last + 1
-    return [first_of[is_quantized] for is_quantized, _ in lengths.most_common()]
+    return [first_of[kind] for kind, _ in lengths.most_common()]
 
 
 def synthetic_batch(vocab_size: int, config: RunConfig) -> dict[str, torch.Tensor]:

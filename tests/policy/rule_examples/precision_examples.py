@@ -120,6 +120,11 @@ EXAMPLES = {
         1,
         "e4m3 and hybrid",
     ),
+    "phases_quantize_what_the_run_does": (
+        {"precision.fp8_schedule": "fp8:2,fp8[*=bf16]"},
+        1,
+        "leaves nothing quantized: give bf16",
+    ),
     "schedule_can_be_read": ({"precision.fp8_schedule": "bf16:100"}, 1, "takes no step: give bf16"),
     "schedule_ends_within_the_run": (
         {"precision.fp8_schedule": "bf16:10000000,fp8"},

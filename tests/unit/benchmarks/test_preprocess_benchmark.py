@@ -33,6 +33,7 @@ def test_both_pipelines(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "tiktoken: single writer takes" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_parts_and_their_merge(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     preprocess.main([*SMALL.split(), "--folder", str(folder), "--cases", "tiktoken", "--parts", "--json", str(path)])
@@ -59,6 +60,7 @@ def test_the_library_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "SentencePiece unigram: library alone takes" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_input(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An input larger than the memory limit of a process."""
     corpus = preprocess.write_corpus(folder / "corpus1.jsonl", 10**6)

@@ -110,7 +110,7 @@ def test_at_the_default_interval_a_gradual_fault_is_noticed_50_steps_early_and_r
     assert repaired.worse is None and abs(repaired.lost_fraction) < 0.01
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_at_the_default_interval_growing_logits_are_noticed_30_steps_early(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

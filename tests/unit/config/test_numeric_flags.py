@@ -14,7 +14,7 @@ from megafp8.config.attention_layers import window_size
 from megafp8.config.batch_schedule import step_schedule
 from megafp8.config.data_blend import parse_blend
 from megafp8.config.derived import split_shares
-from megafp8.config.precision_options import parse_schedule
+from megafp8.config.precision_schedule import parse_schedule
 from megafp8.config.rules import setting_problems
 from megafp8.config.schema import ModelConfig
 from megafp8.config.settings import Setting, all_settings

@@ -8,7 +8,7 @@ import pytest
 
 from megafp8.config import flags, precision_map, rules
 from megafp8.config.precision_map import GemmChoice, LinearChoice, parse_entry, resolve
-from megafp8.config.precision_options import SchedulePhase, is_quantized_at, parse_schedule
+from megafp8.config.precision_schedule import SchedulePhase, is_quantized_at, parse_schedule, precision_at
 from megafp8.config.schema import ModelConfig, PrecisionConfig
 from megafp8.config.settings import from_json, to_json
 from megafp8.errors import ConfigError
@@ -281,6 +281,46 @@ def test_a_precision_schedule_has_entries() -> None:
     assert is_quantized_at(PrecisionConfig(), 1)
 
 
+def test_a_phase_adds_entries_to_the_map() -> None:
+    schedule = "bf16:2,fp8:4,fp8[*:dgrad,wgrad=bf16; layers.0.*=mxfp8]:6,fp8"
+    precision = PrecisionConfig(fp8_format="hybrid", precision_map=("*.linear_fc2=bf16",), fp8_schedule=schedule)
+    assert parse_schedule(schedule)[2] == SchedulePhase("fp8", 6, ("*:dgrad,wgrad=bf16", "layers.0.*=mxfp8"))
+    maps = [precision_at(precision, step).precision_map for step in (2, 4, 5, 7)]
+    assert maps == [(), *[precision.precision_map] * 3][:2] + [(*precision.precision_map, "*:dgrad,wgrad=bf16",
+                    "layers.0.*=mxfp8"), precision.precision_map]  # fmt: skip
+    assert precision_at(precision, 2).fp8_format is None and precision_at(precision, 5).fp8_format == "hybrid"
+    assert all(precision_at(precision, step).fp8_schedule is None for step in (2, 4, 5, 7))
+    assert precision_at(PrecisionConfig(), 1) == PrecisionConfig()
+
+
+@pytest.mark.parametrize(
+    ("flags", "schedule", "words"),
+    [
+        ("", "fp8:4,fp8[*.fc3=bf16]", "--fp8-schedule: *.fc3=bf16: *.fc3 matches no linear layer"),
+        ("", "fp8:4,fp8[*.linear_fc2=int8]", "--fp8-schedule: *.linear_fc2=int8: 'int8' is not a recipe"),
+        ("", "fp8:4,fp8[*.linear_fc2=fp32]", "--fp8-schedule: *.linear_fc2=fp32: the weights of this run are bf16"),
+        ("", "fp8:4,fp8[*=bf16]", "--fp8-schedule fp8[*=bf16] leaves nothing quantized: give bf16"),
+        ("", "fp8:4,fp8[*.linear_fc2=delayed]", "gives layers.0.linear_fc2 delayed hybrid, whose state"),
+        ("", "fp8:4,fp8[*.linear_fc2:wgrad=nvfp4]", "gives layers.0.linear_fc2 nvfp4, whose state"),
+        ("--precision layers.0.*=bf16", "fp8:4,fp8[*=mxfp8]", "fp8[*=mxfp8] quantizes layers.0.linear_qkv, which is"),
+        ("--precision *=delayed/e4m3", "fp8:4,fp8[*=delayed/hybrid]", "gives layers.0.linear_qkv delayed hybrid"),
+        ("--fp8-guard smooth-swiglu", "fp8:4,fp8[*:fprop=bf16]", "with entries in --fp8-schedule: scales per channel"),
+    ],
+)
+def test_entries_that_a_phase_cannot_have(flags: str, schedule: str, words: str) -> None:
+    found = problems_of(f"--fp8-format hybrid --fp8-recipe tensorwise --bf16 {flags} --fp8-schedule {schedule}")
+    assert [problem for problem in found if words in problem], found
+
+
+def test_recipes_and_changed_linears_count_those_of_phases() -> None:
+    schedule = "fp8:4,fp8[layers.1.linear_fc2=mxfp8/e4m3]"
+    text = f"{RUN} --fp8-format hybrid --fp8-recipe tensorwise --fp8-schedule {schedule}"
+    config = flags.parse(text.split()).config
+    assert precision_map.used_recipes(config.precision) == ("tensorwise", "mxfp8")
+    assert precision_map.recipe_source(config.precision, "mxfp8").startswith("--fp8-schedule: layers.1.linear_fc2")
+    assert precision_map.changed_linears(config.model, config.precision) == ("layers.1.linear_fc2",)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -288,7 +328,12 @@ def test_a_precision_schedule_has_entries() -> None:
         ("bf16,fp8", "every phase except the last"),
         ("bf16:100,fp8:100,bf16", "must increase"),
         ("bf16:0,fp8", "must increase"),
-        ("bf16:10,bf16", "must alternate"),
+        ("bf16:10,bf16", "must differ from the one before it"),
+        ("fp8[*:fprop=bf16]:10,fp8[*:fprop=bf16]", "must differ from the one before it"),
+        ("fp8:10,bf16[*:fprop=bf16]", "brackets have the entries of a precision map in a phase of fp8 or fp4"),
+        ("fp8:10,fp8[]", "brackets have the entries"),
+        ("fp8:10,fp8[*:fprop=bf16", "give PRECISION:LAST_STEP, or"),
+        ("fp8[*:fprop=bf16]x:10,fp8", "give PRECISION:LAST_STEP, or"),
         ("int8", "'int8' is not one of"),
         ("bf16:ten,fp8", "integer"),
     ],

@@ -53,7 +53,6 @@ def test_compatible_settings(text: str) -> None:
         "--no-overlap-p2p-communication",
         "--num-virtual-stages-per-pipeline-rank 2 --pipeline-model-parallel-size 2",
         "--tensor-model-parallel-size 2 --context-parallel-size 4",
-        "--fp8-schedule 1:bf16,10:fp8",
         "--fp16",
         "--loss-scale 2",
         "--tp-comm-overlap",

@@ -1,27 +1,20 @@
-"""Parsers of the file of `--precision-map` and of `--fp8-schedule`.
+"""Parser of the file of `--precision-map`.
 
-A precision map file is YAML in which each key is a pattern of linears:
+It is YAML in which each key is a pattern of linears:
 
     "*.linear_fc2": blockwise
     layers.20-23.*:
       dgrad: bf16
       wgrad: bf16
     output_layer: mxfp8
-
-A schedule such as `bf16:100,fp8:900,bf16` lists phases, each with its last step; the last phase has none and lasts to
-the end of the run. In an `fp8` or `fp4` phase the run uses its recipes and its precision map; in a `bf16` phase (`fp32`
-without --bf16) it computes in high precision.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Optional
+from typing import Any
 
-from megafp8.config.precision_map import HIGH_PRECISION_DTYPES, MapFileEntry
-from megafp8.config.schema import PrecisionConfig
+from megafp8.config.precision_map import MapFileEntry
 from megafp8.errors import ConfigError
 from megafp8.utils import strict_yaml
 from megafp8.utils.files import UnreadableFile, read_text
@@ -97,62 +90,3 @@ def _mapping_items(node: Any, name: str) -> Iterator[tuple[Any, Any]]:
 
 def _line_of(node: Any) -> int:
     return int(node.start_mark.line) + 1
-
-
-RECIPE_FAMILIES = ("fp8", "fp4")
-
-
-class SchedulePhase(NamedTuple):
-    """Consecutive steps of one precision.
-
-    Attributes:
-        precision: one of `RECIPE_FAMILIES` or `HIGH_PRECISION_DTYPES`.
-        last_step: None for the last phase.
-    """
-
-    precision: str
-    last_step: Optional[int]
-
-    @property
-    def is_quantized(self) -> bool:
-        """Whether the run uses its recipes in this phase."""
-        return self.precision in RECIPE_FAMILIES
-
-
-@functools.lru_cache(maxsize=16)
-def parse_schedule(text: str) -> tuple[SchedulePhase, ...]:
-    """Parse a schedule such as `bf16:100,fp8:900,bf16`.
-
-    Raises:
-        ValueError: it is not a valid schedule, with the reason.
-    """
-    phases: list[SchedulePhase] = []
-    parts = text.split(",")
-    for part in parts:
-        word, colon, step = part.strip().partition(":")
-        if word not in (*RECIPE_FAMILIES, *HIGH_PRECISION_DTYPES):
-            raise ValueError(f"{word!r} is not one of {', '.join((*HIGH_PRECISION_DTYPES, *RECIPE_FAMILIES))}")
-        if colon and not (step.isascii() and step.isdecimal()):
-            raise ValueError(f"{part.strip()!r}: the last step of a phase must be an integer")
-        phases.append(SchedulePhase(word, int(step) if colon else None))
-    steps = [phase.last_step for phase in phases[:-1] if phase.last_step is not None]
-    if len(steps) < len(phases) - 1:
-        raise ValueError("every phase except the last needs its last step, as in bf16:100,fp8:900,bf16")
-    if phases[-1].last_step is not None:
-        raise ValueError(
-            f"{parts[-1].strip()!r}: the last phase lasts to the end of the run and takes no step: give "
-            f"{phases[-1].precision}, or add another phase after it"
-        )
-    if any(later <= earlier for earlier, later in zip([0, *steps], steps)):  # noqa: B905
-        raise ValueError(f"last steps must increase, starting from at least 1: {', '.join(map(str, steps))}")
-    if any(a.is_quantized == b.is_quantized for a, b in itertools.pairwise(phases)):
-        raise ValueError("phases must alternate between high precision and FP8 or FP4")
-    return tuple(phases)
-
-
-def is_quantized_at(precision: PrecisionConfig, step: int) -> bool:
-    """Whether a step (counted from 1) uses the run's recipes; always true without a schedule."""
-    if precision.fp8_schedule is None:
-        return True
-    phases = parse_schedule(precision.fp8_schedule)
-    return next(phase for phase in phases if phase.last_step is None or step <= phase.last_step).is_quantized
