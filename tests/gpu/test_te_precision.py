@@ -12,7 +12,7 @@ from requirements import require_transformer_engine
 pytestmark = pytest.mark.gpu
 require_transformer_engine()
 
-from gpu_runs import RECIPES, gpu_run
+from gpu_runs import RECIPES, check_graph_equals_launched_kernels, gpu_run
 from small_run import Curve, statistics_record_of, train, weights
 from transformer_engine.common import recipe as te_recipe
 
@@ -151,6 +151,23 @@ def test_precision_schedule_entries_start_at_their_steps(entries: str) -> None:
     second = steps(f"{fp8} --fp8-schedule fp8:2,bf16", STEPS)[0]
     assert first[:2] == high.losses[:2] and first[2] != high.losses[2]
     assert second[:2] == low.losses[:2] and second[2] != low.losses[2]
+
+
+@pytest.mark.parametrize("entry", ["layers.1.*=bf16", "*.linear_fc2=blockwise/e4m3", "*:dgrad,wgrad=bf16"])
+def test_a_phase_computes_as_a_run_with_its_map(entry: str, tmp_path: Path) -> None:
+    """From the same checkpoint."""
+    plain = f"{TENSORWISE} --cuda-graph-impl none"
+    whole = steps(f"{plain} --fp8-schedule fp8:2,fp8[{entry}]:4,fp8", 5)
+    first = steps(plain, 2, save=tmp_path / "two")
+    phase = steps(f"{plain} --precision {entry}", 2, 3, find_checkpoint(tmp_path / "two")[1], tmp_path / "four")
+    last = steps(plain, 1, 5, find_checkpoint(tmp_path / "four")[1])
+    assert whole[0] == first[0] + phase[0] + last[0]
+    assert all(torch.equal(weight, last[1][name]) for name, weight in whole[1].items())
+
+
+@pytest.mark.parametrize("schedule", ["fp8:3,bf16", "fp8:3,fp8[layers.1.*=bf16]"])
+def test_a_graph_is_captured_again_at_a_phase(schedule: str) -> None:
+    check_graph_equals_launched_kernels(f"{TENSORWISE} {LAYERS} --fp8-schedule {schedule}")
 
 
 @pytest.mark.parametrize("layers", [LAYERS, "--use-transformer-engine-op-fuser"])
