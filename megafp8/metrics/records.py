@@ -120,6 +120,9 @@ class StepRecord:
     loss_scale: Optional[float] = None
     """None without loss scaling."""
     num_zeros_in_grad: Optional[int] = None
+    max_attention_logit: Optional[float] = None
+    """The largest visible product of a query and a key, scaled and before softcapping, of all layers and microbatches;
+    None without `--log-max-attention-logit`."""
     params_norm: Optional[float] = None
     memory_peak_bytes: Optional[int] = None
     """Peak memory so far of any device of the job."""

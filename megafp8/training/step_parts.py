@@ -244,6 +244,30 @@ class Fp8Gradients(StepPart):
         yield self.reduction.within_node
 
 
+class AttentionLogits(StepPart):
+    """Records the largest attention logit of a step.
+
+    Attention keeps that of its heads, over the microbatches of a step, where megatron-core's does.
+    """
+
+    def __init__(self, chunks: Sequence[Any], device: torch.device):
+        modules = (module for chunk in chunks for module in chunk.modules())
+        self.attentions = [module for module in modules if hasattr(module, "current_max_attn_logits")]
+        self.device = device
+
+    def begin(self, progress: Progress) -> None:
+        for attention in self.attentions:
+            attention.current_max_attn_logits = None
+
+    def metrics(self, progress: Progress, totals: StepTotals) -> Mapping[str, Any]:
+        largest = torch.full((), -torch.inf, device=self.device)
+        for attention in self.attentions:
+            largest = torch.maximum(largest, attention.current_max_attn_logits.max().detach().float())
+            attention.current_max_attn_logits = None  # in megatron-core 0.16 it holds the graph of all microbatches
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return {"max_attention_logit": float(largest)}
+
+
 class GradientFactor(StepPart):
     """Records the automatic factor, also of a run on one rank, which reduces nothing."""
 
@@ -372,6 +396,8 @@ def state_parts(
         yield ExpertBiases(ExpertBiasSnapshot(state.chunks))
     if rooms:
         yield RepeatedStep(rooms)
+    if config.logging.log_max_attention_logit:
+        yield AttentionLogits(state.chunks, device)
     if config.precision.grad_reduce_fp8_scaling == "tensor":
         yield GradientFactor()
     if depths := multi_token.num_depths(config.model):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from ranks import run_ranks
-from small_run import PLAIN, Curve, curve_of, small_config
+from small_run import PLAIN, Curve, build_run, curve_of, small_config, step_results
 
 OPTIONS = {
     "offsets and windows": "--softmax-type learnable --window-size 6,0 --window-attn-skip-freq 2",
@@ -14,10 +14,28 @@ OPTIONS = {
     ),
     "capped": "--attention-logit-softcapping 3 --output-logit-softcapping 2",
 }
+LOGITS = "--log-max-attention-logit"
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 LAYOUTS = {
     "tensor and pipeline": ("--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2", 4),
     "context": ("--context-parallel-size 2", 2),
 }
+
+
+def largest_logits(options: str, layout: str, world_size: int) -> list[float]:
+    config = small_config("llama", f"{PLAIN} {options} {layout}", world_size)
+    ranks = run_ranks(world_size, lambda: [each.metrics for each in step_results(build_run(config), 2)])
+    assert all(rank == ranks[0] for rank in ranks)
+    return [metrics["max_attention_logit"] for metrics in ranks[0]]
+
+
+@pytest.mark.parametrize("options", [LOGITS, f"{LOGITS} {OPTIONS['capped']} {RECOMPUTED}"])
+def test_the_largest_logit_is_that_of_all_ranks_and_microbatches(options: str) -> None:
+    """Measuring it changes nothing."""
+    one = largest_logits(options, "", 1)
+    for layout, world_size in (*LAYOUTS.values(), ("--micro-batch-size 1", 1)):
+        assert largest_logits(options, layout, world_size) == pytest.approx(one, rel=1e-5)
+    assert curve(options, "", 1) == curve(options.removeprefix(LOGITS), "", 1)
 
 
 def curve(options: str, layout: str, world_size: int) -> Curve:

@@ -14,6 +14,7 @@ require_transformer_engine()
 
 from gpu_runs import RECIPES, gap_to_emulated, gpu_curve, gpu_run, unbroken_and_resumed
 from gpu_sizes import ATTENTION_OPTIONS
+from small_run import step_results
 
 from megafp8.models.loss import document_ends
 
@@ -37,6 +38,15 @@ def test_an_option_with_fp8(name: str) -> None:
 def test_learnable_offsets_resume_to_the_bit(tmp_path: Path) -> None:
     unbroken, resumed = unbroken_and_resumed(ATTENTION_OPTIONS["learnable offsets"], STEPS, tmp_path)
     assert unbroken == resumed
+
+
+@pytest.mark.parametrize("backend", ["fused", "unfused"])
+def test_the_largest_logit_is_that_of_emulated_layers(backend: str) -> None:
+    found = []
+    for layers in (f"--attention-backend {backend}", "--transformer-impl emulated"):
+        with gpu_run(f"--log-max-attention-logit --cuda-graph-impl none {layers}") as run:
+            found.append([result.metrics["max_attention_logit"] for result in step_results(run, STEPS)])
+    assert found[0] == pytest.approx(found[1], rel=2e-2)  # BF16 operands, and weights that drift apart
 
 
 @pytest.mark.parametrize("extra", ["", "--window-size 24,0"])

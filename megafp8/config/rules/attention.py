@@ -105,6 +105,17 @@ def documents_fit_the_attention(config: RunConfig, world_size: int) -> Iterator[
         )
 
 
+def logits_are_measured_by_the_kernel(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Transformer Engine measures logits in cuDNN's kernels of BF16 and in its own unfused attention."""
+    if not config.logging.log_max_attention_logit:
+        return
+    flag, precision = "--log-max-attention-logit", config.precision
+    if precision.fp8_dot_product_attention:
+        yield f"{flag} with --fp8-dot-product-attention: no kernel of FP8 attention measures logits; remove one"
+    if precision.attention_backend == "flash":
+        yield f"{flag} with --attention-backend flash, which does not measure logits: use fused, or remove one"
+
+
 def capped_scores_are_not_fp8(config: RunConfig, world_size: int) -> Iterator[str]:
     """FP8 attention has a plain softmax."""
     model = config.model

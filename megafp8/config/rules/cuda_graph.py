@@ -87,6 +87,12 @@ def _kernel_problems(config: RunConfig) -> Checks:
         NO_GRAPH,
     )
     yield (
+        config.logging.log_max_attention_logit,
+        "--log-max-attention-logit",
+        "megatron-core collects the logits of microbatches outside the graph",
+        NO_GRAPH,
+    )
+    yield (
         bool(multi_token.num_depths(model)),
         f"--mtp-num-layers {model.mtp_num_layers}",
         "multi-token prediction is not tested in CUDA graphs",

@@ -29,6 +29,11 @@ EXAMPLES = {
         1,
         "FP8 attention has no borders of documents",
     ),
+    "logits_are_measured_by_the_kernel": (
+        {"logging.log_max_attention_logit": True, "precision.attention_backend": "flash"},
+        1,
+        "which does not measure logits: use fused",
+    ),
     "capped_scores_are_not_fp8": (
         {"model.softmax_type": "learnable", "precision.fp8_dot_product_attention": True},
         1,

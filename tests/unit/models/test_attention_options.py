@@ -19,6 +19,7 @@ cpu_patches.install()
 from megatron.core.transformer.enums import AttnMaskType
 
 from megafp8.mcore.zigzag import zigzag_positions
+from megafp8.models import attention as attention_module
 from megafp8.models.attention import CausalAttention, document_numbers
 
 LENGTH, BATCH, HEADS, GROUPS, CHANNELS = 16, 2, 4, 2, 8
@@ -52,7 +53,9 @@ class Alone:
 def attention(
     group: Any = None, softcapping: Optional[float] = None, is_unfused: bool = False, **fields: Any
 ) -> CausalAttention:
-    plain = {"window_size": None, "window_attn_skip_freq": None, "softmax_type": "vanilla"}
+    plain = {
+        "window_size": None, "window_attn_skip_freq": None, "softmax_type": "vanilla", "log_max_attention_logit": True,
+    }  # fmt: skip
     config = SimpleNamespace(
         kv_channels=CHANNELS, num_attention_heads=HEADS, attention_dropout=0.0, sequence_parallel=False,
         use_cpu_initialization=True, params_dtype=torch.float32, **plain | fields,
@@ -74,7 +77,8 @@ def inputs() -> list[Tensor]:
 def reference(
     tensors: list[Tensor], offsets: Tensor, borders: Optional[tuple[int, ...]] = None, **options: Any
 ) -> Tensor:
-    """One head and one query at a time, in FP64."""
+    """One head and one query at a time, in FP64. The largest scores of the heads go to `reference.logits`."""
+    logits = torch.full((HEADS,), -torch.inf, dtype=torch.float64)
     query, key, value = (x.double() for x in tensors)
     window = options.get("window_size", (LENGTH, 0))[0]
     if options.get("window_attn_skip_freq") == [0, 1]:
@@ -90,6 +94,7 @@ def reference(
                 group = head // (HEADS // GROUPS)
                 keys, values = key[first : token + 1, row, group], value[first : token + 1, row, group]
                 scores = keys @ query[token, row, head] / math.sqrt(CHANNELS)
+                logits[head] = max(logits[head], scores.max().detach())
                 if (limit := options.get("softcapping")) is not None:
                     scores = limit * torch.tanh(scores / limit)
                 terms = scores.exp()
@@ -99,6 +104,7 @@ def reference(
                 elif options.get("softmax_type") == "learnable":
                     total = total + offsets[head].exp()
                 output.append((terms / total) @ values)
+    reference.logits = logits
     return torch.stack(output).view(LENGTH, BATCH, -1)
 
 
@@ -112,13 +118,15 @@ def weights() -> Tensor:
 
 @pytest.mark.parametrize("has_documents", [False, True])
 @pytest.mark.parametrize("name", ["plain", *OPTIONS])
-def test_definition_and_gradients(name: str, has_documents: bool) -> None:
+def test_definition_and_gradients(name: str, has_documents: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_module, "QUERIES_AT_ONCE", 5)  # the last block is shorter
     options = OPTIONS.get(name, {})
     ours, theirs = inputs(), inputs()
     layer, offsets = attention(**options), torch.tensor(OFFSETS, dtype=torch.float64, requires_grad=True)
     output = layer(*ours, documents() if has_documents else None)
     expected = reference(theirs, offsets, BORDERS if has_documents else None, **options)
     torch.testing.assert_close(output.double(), expected, **TOLERANCE)
+    torch.testing.assert_close(layer.current_max_attn_logits.double(), reference.logits, **TOLERANCE)
     (output * weights()).sum().backward()
     (expected * weights()).sum().backward()
     for a, b in zip(ours, theirs, strict=True):
