@@ -110,14 +110,6 @@ class TorchFSDP(TorchFullyShardedDataParallel):
         if self.replicas is not None:
             self.replicas.finish(self.sums)
 
-    def start_param_sync(self, *unused: Any, **options: Any) -> None:
-        """Forget gathered parameters, so that the next forward pass gathers them as they are now.
-
-        After a forward pass without a backward pass, FSDP2 keeps those outside of the layers.
-        """
-        for module in fsdp_modules(self.module):
-            module.reshard()
-
     def zero_grad_buffer(self) -> None:
         """Forget the gradients, before a step."""
         for sums in self.sums:

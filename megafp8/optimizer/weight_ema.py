@@ -31,7 +31,6 @@ from torch import Tensor
 
 from megafp8.kernels.random_rounding import round_at_random
 from megafp8.mcore.process_groups import gather_weights
-from megafp8.mcore.torch_fsdp import TorchFSDP
 from megafp8.optimizer.tensor_table import get_model_weight, weights_of_group
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -175,17 +174,16 @@ class WeightEma:
         Args:
             replaced: values that FP8 weights are cast from in place of master weights, by the master weight.
         """
-        for part in self.optimizer.chained_optimizers:
-            if isinstance(part, DistributedOptimizer) and not part.is_stub_optimizer:
+        flat_parts = [part for part in self.optimizer.chained_optimizers if isinstance(part, DistributedOptimizer)]
+        for part in flat_parts:
+            if not part.is_stub_optimizer:
                 weights, masters, *others = part._get_fp8_params_and_shard_fp32_from_fp8()
                 # None: this rank has no element of the weight.
                 values = [master if master is None else replaced.get(master, master) for master in masters]
                 quantize_param_shard(weights, values, *others, part.data_parallel_group)
         for ownership in getattr(self.optimizer, "ownerships", ()):
-            ownership.share()
-        if any(isinstance(part, DistributedOptimizer) for part in self.optimizer.chained_optimizers) or any(
-            isinstance(chunk, TorchFSDP) for chunk in self.chunks
-        ):
+            ownership.share()  # Muon's
+        if flat_parts:  # FSDP2 gathers rows before each use, and other optimizers update complete weights
             gather_weights(self.chunks)
 
 
