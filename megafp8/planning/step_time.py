@@ -33,7 +33,6 @@ from megafp8.resources.memory import parameters_on_stage
 from megafp8.resources.mixture_memory import (
     BYTES,
     SCALED,
-    ema_bytes,
     expert_layers_on_stage,
     expert_parameters_on_stage,
     keeps_experts_in_bf16,
@@ -86,7 +85,7 @@ def optimizer_bytes_per_parameter(run: PlannedRun) -> tuple[float, float]:
         # Smaller moments are read and written. TE keeps only the 16 bits of a master weight that BF16 lacks.
         saved_bytes = 8 - state[optimizer.exp_avg_dtype] + 8 - state[optimizer.exp_avg_sq_dtype] + 4
     zero_bytes = 0 if precision.gradient_overwrite and run.pipeline == 1 else 4
-    mean_bytes = ema_bytes(run.config)
+    mean_bytes = derived.ema_bytes(optimizer)
     averaging_bytes = (4 + 2 * mean_bytes) / optimizer.ema_interval if mean_bytes else 0
     if fused_adam_problem(run.config) is None:
         return zero_bytes, 34 - saved_bytes + scale_bytes + averaging_bytes

@@ -408,7 +408,7 @@ def _optimizer_bytes(config: RunConfig, world_size: int, padded_vocab: int, stag
         updated: parameters whose state the rank has; not for Muon, which splits them in another way.
     """
     master, moments, gradients = mixture_memory.state_bytes(config)
-    master += mixture_memory.ema_bytes(config)  # one element for each of a master weight, on the same ranks
+    master += derived.ema_bytes(config.optimizer)  # one element for each of a master weight, on the same ranks
     if is_muon(config):
         quantizable, other = parameters_on_stage(config, padded_vocab, stage)
         has_table = stage == 0 or _is_last(config, stage)

@@ -61,11 +61,6 @@ def state_bytes(config: RunConfig) -> tuple[int, int, int]:
     return master, moments, 0 if derived.grad_dtype(precision) == "fp32" else BYTES["fp32"]
 
 
-def ema_bytes(config: RunConfig) -> int:
-    """Bytes for each parameter of the moving average of the weights; 0 without one."""
-    return 0 if config.optimizer.ema_decay is None else BYTES[config.optimizer.ema_dtype]
-
-
 def update_bytes(config: RunConfig) -> int:
     """Bytes for each parameter of the FP32 copies that an update makes of its state."""
     optimizer = config.optimizer

@@ -175,7 +175,7 @@ def low_precision_state_needs_its_switch(config: RunConfig, world_size: int) -> 
 
 
 def average_is_of_fp32_weights(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The moving average is that of FP32 weights, which some optimizers do not keep."""
+    """The moving average is that of FP32 weights, and the FP8 weights of a validation are cast from it."""
     optimizer, precision = config.optimizer, config.precision
     if optimizer.ema_decay is None or not optimizer.use_precision_aware_optimizer:
         return
@@ -186,8 +186,8 @@ def average_is_of_fp32_weights(config: RunConfig, world_size: int) -> Iterator[s
         )
     if precision.fp8_param_gather and derived.is_stateful(precision):
         yield (
-            "--ema-decay with --use-precision-aware-optimizer and --fp8-param-gather under delayed scaling, which "
-            "keep no FP32 weights to average: remove one of them"
+            "--ema-decay with --use-precision-aware-optimizer and --fp8-param-gather under delayed scaling: Adam keeps "
+            "the FP32 weights and casts them itself, so that no average could be validated; remove one of them"
         )
 
 
