@@ -11,10 +11,10 @@ an update of the weights makes none of the mean.
 Each rank has the means of those elements that it updates, in FP32 or BF16: the distributed optimizer's flat ranges,
 FSDP2's rows, Muon's own weights, or complete weights. `checkpoint/weight_ema.py` saves and loads them in any layout.
 
-BF16 is rounded at random, so that no update is lost and the expectation of the mean is that of FP32. The noise of the
-mean has a standard deviation of about sqrt(distance x spacing / 2), with the distance from the weight to its mean and
-the spacing of BF16: about half a spacing where they are close, 8% of a distance of 80 spacings. It does not depend on
-the decay.
+BF16 reads and writes half the bytes. A remainder of 16 bits more would make it exact, but as large as FP32. So it is
+rounded at random: no update is lost, and the expectation of the mean is that of FP32. The noise of the mean has a
+standard deviation of up to sqrt(distance x spacing / 2), with the distance from the weight to its mean and the spacing
+of BF16, whatever the decay: half a spacing where they are close, 8% of a distance of 80 spacings.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class TrainingConfig:
         False, "validate a second time, with all GEMMs in the dtype of the weights", role=Role.OUTPUT, megatron=OWN
     )
     eval_ema: bool = setting(
-        False, "validate a second time, with the moving average of the weights (--ema-decay)",
+        False, "validate a second time, with the moving average of the weights (--ema-decay) once it has had an update",
         requires="--ema-decay", role=Role.OUTPUT, megatron=OWN,
     )
     eval_tasks: tuple[str, ...] = setting(

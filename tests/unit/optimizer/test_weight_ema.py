@@ -50,6 +50,23 @@ def test_the_mean_in_bf16_is_unbiased() -> None:
     assert relative.std() <= 4 * SPACING  # the distance from a weight to its mean is some ten of its units
 
 
+def test_the_noise_of_bf16_is_as_described() -> None:
+    """Weights that move steadily stay a constant distance ahead of their mean, from 1 to almost 2."""
+    decay, distance, count = 0.99, 40 * SPACING, 1 << 14
+    generator = torch.Generator().manual_seed(0)
+    exact = torch.ones(count, dtype=torch.float64)
+    mean = exact.bfloat16()
+    for update in range(310):
+        weights = exact + distance + torch.rand(count, generator=generator) * SPACING
+        exact += (1 - decay) * (weights - exact)
+        mean = round_at_random(torch.lerp(mean.float(), weights.float(), 1 - decay), weights.float(), 0, update)
+    assert 1.9 < exact.max() < 2
+    noise = (mean.double() - exact) / SPACING
+    assert abs(noise.mean()) <= 5 * noise.std() / math.sqrt(count)
+    # An update moves the mean by the share f = 0.4 of a spacing, whose variance is f (1 - f) and not f.
+    assert noise.std() == pytest.approx(math.sqrt((1 - 0.4) * 40 / 2), rel=0.1)
+
+
 @pytest.mark.parametrize("value", [1.0, -1.0])
 def test_rounding_at_random_has_the_expectation_of_the_value(value: float) -> None:
     count = 1 << 20
