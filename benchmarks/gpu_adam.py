@@ -3,7 +3,8 @@
     python benchmarks/gpu_adam.py [--parameters 1.4e9] [--sweep]
 
 Weights have the shapes of a model, with FP32 gradients and state, and BF16 copies. The bandwidth of a plain copy on the
-same GPU is printed first. `--sweep` also measures other block sizes.
+same GPU is printed first. `average` is an update of the moving average of the weights (`--ema-decay`). `--sweep` also
+measures other block sizes.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor
 from benchmarks import timing
 from megafp8.kernels import adam as adam_kernel
 from megafp8.kernels.adam import AdamStep, TensorTable, squared_sum, update_rows
+from megafp8.kernels.ema import update_means
 from megafp8.optimizer.moment_scales import MomentScales
 from megafp8.optimizer.tensor_table import MomentScale, ParameterRow
 from megafp8.quantization.scaling import MOMENT_FORMAT_MAX
@@ -102,6 +104,17 @@ def update(table: TensorTable, scales: Optional[MomentScales], factor: Tensor) -
     update_rows(table, factor, NUMBERS, None if scales is None else scales.update(factor, NUMBERS))
 
 
+def averaging(rows: Sequence[ParameterRow], dtype: torch.dtype) -> tuple[float, int]:
+    """Seconds of an update of the moving average, and the bytes that it must read and write."""
+    is_split = rows[0].master.dtype == torch.int16
+    means = [torch.zeros_like(row.master, dtype=dtype) for row in rows]
+    weights = [(row.master, row.model if is_split else None) for row in rows]
+    table = TensorTable([(*each, mean) for each, mean in zip(weights, means, strict=True)], adam_kernel.BLOCK)
+    positions = torch.zeros(len(rows), dtype=torch.int64, device="cuda")
+    moved = sum(4 * mean.numel() + 2 * mean.nbytes for mean in means)
+    return seconds(lambda: update_means(table, positions, 0.001, 1)), moved
+
+
 def megatron_passes(rows: Sequence[ParameterRow]) -> dict[str, float]:
     """Seconds of each of megatron-core's passes with Transformer Engine's kernels."""
     import transformer_engine.pytorch  # noqa: F401 - loads the extension module that comes next
@@ -144,6 +157,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             time_s = seconds(lambda table=table, scales=scales: update(table, scales, factor))
             cells.append((f"one pass, {name}", "x".join(map(str, shape)), time_s * 1e3, bytes_of(rows) / time_s / 1e12))
         adam_kernel.BLOCK, adam_kernel.NUM_WARPS = default
+        for dtype in (torch.float32, torch.bfloat16):
+            time_s, moved = averaging(rows, dtype)
+            cells.append((f"average in {str(dtype).removeprefix('torch.')}", "", time_s * 1e3, moved / time_s / 1e12))
         if not remainders:
             grads = TensorTable([(row.grad,) for row in rows], adam_kernel.SUM_CHUNK)
             time_s = seconds(lambda grads=grads: squared_sum(grads, factor))

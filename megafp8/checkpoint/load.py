@@ -23,6 +23,7 @@ from megafp8.checkpoint import (
     local_scales,
     optimizer_exchange,
     state_dict,
+    weight_ema,
 )
 from megafp8.checkpoint.metadata import (
     embedding_rows,
@@ -99,6 +100,10 @@ def load_checkpoint(
     residual_note = gradient_residuals.note_on_load(saved_row_layout, row_layout, same_layout) if with_optimizer else ""
     if with_optimizer and row_layout is not None and not residual_note:
         state[gradient_residuals.KEY] = gradient_residuals.sharded_residuals(residuals)
+    is_mean_saved = weight_ema.KEY in common
+    loads_mean = with_optimizer and is_mean_saved and training_state.weight_ema is not None
+    if loads_mean:
+        state |= weight_ema.sharded_means(training_state, model)
     if with_rng:
         state["random_state"] = state_dict.sharded_rng_state()
     # The load returns another dictionary; `load_converted` needs the boxes that were requested.
@@ -122,13 +127,18 @@ def load_checkpoint(
     quantize_assigned_weights(training_state.chunks)
     if with_optimizer:
         requantize_weights(training_state)
+    if loads_mean:
+        weight_ema.finish_load(training_state.weight_ema, state[weight_ema.KEY], known)
+    elif training_state.weight_ema is not None:
+        training_state.weight_ema.reset()
     same_device = not with_rng or state_dict.is_rng_state_of_this_device(state["random_state"])
     # Last, so that nothing after it draws from these states.
     if with_rng and same_device:
         state_dict.restore_rng_state(state["random_state"])
     consumers = "" if same_device else random_consumers(config)
     notes = key_notes + schedule_notes + load_notes(weights_only, with_optimizer, with_rng, same_layout, consumers)
-    notes += tuple(note for note in (residual_note, scale_note) if note)
+    ema_note = weight_ema.note_on_load(training_state.weight_ema, is_mean_saved, loads_mean)
+    notes += tuple(note for note in (residual_note, scale_note, ema_note) if note)
     origin = common.get("origin")  # older checkpoints lack it, and the factor
     if weights_only:
         return LoadResult(Progress(origin=origin), notes)

@@ -9,6 +9,9 @@ Training at a constant rate followed by a merge takes the place of a decay of th
 | step, samples, skipped updates, settings | those of the newest checkpoint |
 | optimizer state, schedule, random states | left out |
 
+With `has_ema` the moving averages of the weights (`--ema-decay`) take the place of the main weights, and one checkpoint
+is enough.
+
 Everything else is refused by name. A sum in FP64 is rounded once, to FP32. Blocks of rows are read, summed and written
 one after the other, so that memory holds no complete tensor.
 """
@@ -28,7 +31,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 
 from megafp8 import __version__
-from megafp8.checkpoint import gradient_residuals, local_scales
+from megafp8.checkpoint import gradient_residuals, local_scales, weight_ema
 from megafp8.checkpoint.compatibility import model_differences
 from megafp8.checkpoint.manifest import FileEntry, Manifest, check_complete, content_sha256, read_manifest, summarize
 from megafp8.checkpoint.metadata import OPTIMIZER_PREFIX, is_extra_state, load_common_state
@@ -39,14 +42,18 @@ from megafp8.errors import CheckpointError
 
 UNIFORM, LINEAR, SQUARE_ROOT, EMA = METHODS = ("uniform", "linear", "1-sqrt", "ema")
 # Last parts of the names of weights without main weights, and of the bias of experts, which is updated without them.
-AVERAGED = ("weight", "bias", "layer_norm_weight", "layer_norm_bias", "gate_weight", "softmax_offset", "expert_bias")
+EXPERT_BIAS = "expert_bias"
+AVERAGED = ("weight", "bias", "layer_norm_weight", "layer_norm_bias", "gate_weight", "softmax_offset", EXPERT_BIAS)
 RANDOM_STATE = "random_state"
 # Plain values of the newest checkpoint that the merged one has, and those that belong to what is left out.
 KEPT = (
     "step", "consumed_samples", "samples", "history", "grad_factor", "origin", "layout", "content_metadata",
     "extensions", local_scales.KEY,
 )  # fmt: skip
-LEFT_OUT = ("optimizer", "schedule", RANDOM_STATE, "num_threads", gradient_residuals.KEY, gradient_residuals.LAYOUT_KEY)
+LEFT_OUT = (
+    "optimizer", "schedule", RANDOM_STATE, "num_threads", gradient_residuals.KEY, gradient_residuals.LAYOUT_KEY,
+    weight_ema.KEY,
+)  # fmt: skip
 BLOCK_ELEMENTS = 1 << 23
 """Elements that are summed at once: 64 MiB in FP64, and about 2.5 times that with what is read and written."""
 
@@ -83,6 +90,7 @@ class Source:
     Attributes:
         common: its plain values.
         coefficient: its part in the mean.
+        has_ema: its moving averages count, not its weights.
     """
 
     path: Path
@@ -90,10 +98,11 @@ class Source:
     common: Mapping[str, Any]
     tensors: CheckpointTensors
     coefficient: float
+    has_ema: bool = False
 
     def best_name(self, name: str) -> str:
-        """Return the name of the FP32 main weight of a weight; without one, the weight's."""
-        names = (prefix + name for prefix in (SHARDED, COMPLETE))
+        """Return the name of the FP32 main weight of a weight, or of its moving average; without one, the weight's."""
+        names = (prefix + name for prefix in ((weight_ema.PREFIX,) if self.has_ema else (SHARDED, COMPLETE)))
         return next((each for each in names if each in self.tensors.locations), name)
 
 
@@ -135,6 +144,8 @@ class MergePlan:
 
     def averaged_form(self, source: Source) -> str:
         """Return which of its tensors a source contributes, as text."""
+        if source.has_ema:
+            return f"moving average after {source.common[weight_ema.KEY][weight_ema.NUM_UPDATES]} updates"
         num_masters = sum(source.best_name(name) != name for name in self.averaged)
         if num_masters:  # tensors that no optimizer updates, such as biases of experts, have none
             return "FP32 main weights"
@@ -191,6 +202,7 @@ def plan_merge(
     paths: Sequence[Path],
     method: str = UNIFORM,
     decay: float = 0.9,
+    has_ema: bool = False,
     on_verified: Callable[[int], Any] = lambda num_bytes: None,
 ) -> MergePlan:
     """Check everything before anything is written. Every byte of the checkpoints is read.
@@ -199,6 +211,7 @@ def plan_merge(
         paths: of checkpoints, in any order; those of one step count as given, the last as the newest.
         method: one of `METHODS`.
         decay: as in `coefficients`.
+        has_ema: average the moving averages of the weights.
         on_verified: called with the number of bytes of each verified checkpoint.
 
     Raises:
@@ -212,11 +225,13 @@ def plan_merge(
     ordered = sorted(paths, key=lambda path: manifests[path].step)
     parts = coefficients(method, len(ordered), decay)
     sources = tuple(
-        Source(path, manifests[path], load_common_state(path), CheckpointTensors(path), part)
+        Source(path, manifests[path], load_common_state(path), CheckpointTensors(path), part, has_ema)
         for path, part in zip(ordered, parts, strict=True)
     )
     for source in sources:
         check_same_model(source, sources[-1])
+        if has_ema and not source.common.get(weight_ema.KEY, {}).get(weight_ema.NUM_UPDATES):
+            raise CheckpointError(f"{source.path} has no moving average of the weights: its run needs --ema-decay")
     averaged = names_to_average(sources[-1])
     for source in sources:
         check_same_weights(source, sources[-1], averaged)
@@ -259,6 +274,8 @@ def check_same_weights(source: Source, newest: Source, averaged: Sequence[str]) 
     problems = [f"{name} is missing" for name in averaged if name not in own]
     problems += [f"{name} is not in the other" for name in names_to_average(source) if name not in set(averaged)]
     for name in (name for name in averaged if name in own):
+        if source.has_ema and source.best_name(name) == name and name.rpartition(".")[2] != EXPERT_BIAS:
+            problems.append(f"{weight_ema.PREFIX}{name} is missing")
         best = own[source.best_name(name)]
         if best.shape != theirs[name].shape:
             problems.append(f"{source.best_name(name)} is {list(best.shape)} instead of {list(theirs[name].shape)}")

@@ -237,17 +237,17 @@ def sharded_boxes(
         parameter: how the parameter is sharded over model-parallel ranks.
         name: of the kind of state.
         local_range: flat range of elements that this rank updates.
-        values: of that range; FP32, shape (len(local_range),).
+        values: of that range, shape (len(local_range),); the saved tensor has their dtype.
     """
     changes: dict[str, Any] = {
         "key": f"optimizer.state.{name}.{parameter.key}",
-        "data": torch.empty(tuple(parameter.data.shape), dtype=torch.float32, device="meta"),
+        "data": torch.empty(tuple(parameter.data.shape), dtype=values.dtype, device="meta"),
         "replica_id": (*parameter.replica_id[:2], 0),  # data-parallel ranks hold disjoint ranges, not replicas
     }
     if isinstance(parameter, ShardedTensorFactory):  # linear_fc1 of a gated MLP: two boxes of the saved tensor
         leaves = list(nested_values(replace(parameter, **changes).build()))
     else:
-        leaves = [replace(parameter, dtype=torch.float32, **changes)]
+        leaves = [replace(parameter, dtype=values.dtype, **changes)]
     sharded: dict[int, ShardedTensor] = {}
     for leaf in leaves:
         assert leaf.data.is_contiguous(), f"{leaf.key}: a shard is not a contiguous range of the parameter's elements"
@@ -273,7 +273,7 @@ def sharded_box(leaf: ShardedTensor, box: Box, data: Tensor) -> ShardedTensor:
     return ShardedTensor(
         key=leaf.key,
         data=data.view(sizes),
-        dtype=torch.float32,
+        dtype=data.dtype,
         local_shape=sizes,
         global_shape=leaf.global_shape,
         global_offset=leaf.global_offset[:num_stacked]

@@ -13,6 +13,8 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
+from megafp8.optimizer.weight_ema import WeightEma
+
 NOT_FINITE, SPIKE, ROLLBACK, OPERAND = "not finite", "spike", "rollback", "non-finite operand"
 HIGH_PRECISION, SMOOTHED = "high precision", "smoothed"
 # Of the guard, which has them in its own state now. Checkpoints keep the names, so that their hashes stay the same.
@@ -150,6 +152,7 @@ class TrainingState:
     Attributes:
         pending_copies: each call waits for an unfinished copy of weights and moments.
         gradient_residuals: errors of this rank's FP8 gradients in the last step; empty without error feedback.
+        weight_ema: moving average of the weights; None without --ema-decay.
     """
 
     chunks: list[Any]
@@ -157,6 +160,7 @@ class TrainingState:
     schedule: OptimizerParamScheduler
     pending_copies: list[Callable[[], None]] = field(default_factory=list)
     gradient_residuals: list[Tensor] = field(default_factory=list)
+    weight_ema: Optional[WeightEma] = None
 
     def wait_for_copies(self) -> None:
         """Block until weights and moments may change. Call it before changing them."""

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megafp8.checkpoint import directory, gradient_residuals, local_scales, state_dict
+from megafp8.checkpoint import directory, gradient_residuals, local_scales, state_dict, weight_ema
 from megafp8.checkpoint.directory import Retention
 from megafp8.checkpoint.manifest import FileEntry, build_manifest, write_manifest
 from megafp8.checkpoint.metadata import check_readable
@@ -300,6 +300,7 @@ def build_state_dict(
         state["optimizer"] = state_dict.optimizer_state(training_state, model, is_loading=False)
         state["schedule"] = training_state.schedule.state_dict()
         state |= gradient_residuals.state_to_save(config, training_state.gradient_residuals, is_written_later)
+    state |= weight_ema.sharded_means(training_state, model)
     if not config.checkpoint.no_save_rng:
         state["random_state"] = state_dict.sharded_rng_state()
     # Weights and moments change in the next update, before which the run waits for the copy. Buffers change in the next

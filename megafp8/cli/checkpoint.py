@@ -15,9 +15,10 @@ newest checkpoints, then deletes all others. `hash` prints a hash that is equal 
 files. `seal` writes a manifest for a checkpoint that has none. `merge` averages FP32 main weights, or the weights of
 checkpoints without optimizer state, over checkpoints of any layouts. It writes the mean in FP32, without optimizer
 state: start a run from it with --pretrained-checkpoint, with --load and --finetune, or with --load and --no-load-optim
-at the newest step. `list`, `verify`, `show`, `hash` and `merge` include the run's `non_persistent` folder; give a
---non-persistent-global-ckpt-dir as a folder of its own. Exit status: 0; 64 for wrong flags; 74 for a checkpoint that is
-damaged, missing or refused. No code from a checkpoint is run.
+at the newest step. `merge --ema` writes the moving average of a run with --ema-decay in place of its weights. `list`,
+`verify`, `show`, `hash` and `merge` include the run's `non_persistent` folder; give a --non-persistent-global-ckpt-dir
+as a folder of its own. Exit status: 0; 64 for wrong flags; 74 for a checkpoint that is damaged, missing or refused. No
+code from a checkpoint is run.
 """
 
 from __future__ import annotations
@@ -78,6 +79,8 @@ def build_parser() -> argparse.ArgumentParser:
                          "newer ones more, in proportion to their place; as a 1-sqrt decay of the rate over equal "
                          "intervals would have it, the oldest most; an exponential mean (default: uniform)",
                          default="uniform", choices=("uniform", "linear", "1-sqrt", "ema")),
+                switch("--ema", "take the moving averages of runs with --ema-decay in place of their weights; then one "
+                       "checkpoint is enough"),
                 float_flag("--ema-decay", "factor between a checkpoint and the next newer one, with --weights ema "
                            "(default: 0.9)", metavar="D"),
             )  # fmt: skip
@@ -256,7 +259,7 @@ def merge(options: argparse.Namespace) -> int:
     decay = 0.9 if options.ema_decay is None else options.ema_decay
     if options.ema_decay is not None and (options.weights != "ema" or not 0 < decay < 1):
         raise ConfigError(f"--ema-decay {decay:g} needs --weights ema, and must be between 0 and 1")
-    paths = checkpoints_to_merge(options.folder, options.ckpt_step)
+    paths = checkpoints_to_merge(options.folder, options.ckpt_step, 1 if options.ema else 2)
     if is_one(options.output):
         raise ConfigError(f"--output {options.output} has the name of a checkpoint: give the folder of a run")
     if options.output.exists():
@@ -267,7 +270,7 @@ def merge(options: argparse.Namespace) -> int:
     from megafp8.checkpoint.merge import plan_merge
 
     with bytes_bar(num_bytes, desc="verify") as bar:
-        plan = plan_merge(paths, options.weights, decay, bar.update)
+        plan = plan_merge(paths, options.weights, decay, options.ema, bar.update)
     with publish_folder(options.output) as folder, bytes_bar(plan.num_bytes, desc="merge") as bar:
         name = plan.write(folder, bar.update).name
     if options.json:
@@ -278,11 +281,14 @@ def merge(options: argparse.Namespace) -> int:
     return 0
 
 
-def checkpoints_to_merge(folders: Sequence[Path], wanted: Optional[Sequence[int]]) -> list[Path]:
+def checkpoints_to_merge(folders: Sequence[Path], wanted: Optional[Sequence[int]], minimum: int) -> list[Path]:
     """Return the checkpoints of `merge`: those that are given as folders, and the wanted steps of runs' folders.
 
+    Args:
+        minimum: number of checkpoints, 1 or 2.
+
     Raises:
-        ConfigError: they are fewer than two, one is given twice, or steps are missing or given for one checkpoint.
+        ConfigError: they are fewer, one is given twice, or steps are missing or given for one checkpoint.
         CheckpointError: one is absent.
     """
     paths = []
@@ -290,9 +296,9 @@ def checkpoints_to_merge(folders: Sequence[Path], wanted: Optional[Sequence[int]
         if wanted is None and not is_one(folder):
             raise ConfigError(f"{folder} is the folder of a run: give --ckpt-step, or folders of checkpoints")
         paths += [checkpoints_of(folder, step)[-1] for step in wanted or (None,)]
-    if len({path.resolve() for path in paths}) < max(2, len(paths)):
-        names = ", ".join(map(str, paths))
-        raise ConfigError(f"{names}: give at least two checkpoints, each of them once (--ckpt-step, or more folders)")
+    if len({path.resolve() for path in paths}) < max(minimum, len(paths)):
+        names, least = ", ".join(map(str, paths)), "one checkpoint" if minimum == 1 else "two checkpoints"
+        raise ConfigError(f"{names}: give at least {least}, each of them once (--ckpt-step, or more folders)")
     return paths
 
 

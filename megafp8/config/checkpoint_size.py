@@ -11,7 +11,8 @@ MAX_LAG_BYTES = 1 << 30
 
 
 def min_checkpoint_bytes(config: RunConfig, padded_vocab: int) -> int:
-    """A lower bound of the bytes of a checkpoint: weights, and unless --no-save-optim, master weights and moments.
+    """A lower bound of the bytes of a checkpoint: weights and their moving average, and unless --no-save-optim, master
+    weights and moments.
 
     The errors of FP8 gradients, which depend on the number of ranks, are not in it.
     """
@@ -21,4 +22,5 @@ def min_checkpoint_bytes(config: RunConfig, padded_vocab: int) -> int:
     if not config.checkpoint.no_save_optim:
         bytes_per_parameter += {"adam": 8, "muon": 4}.get(settings.optimizer, 0)
         bytes_per_parameter += 0 if is_fp32 else 4
+    bytes_per_parameter += derived.ema_bytes(settings)
     return bytes_per_parameter * model_shapes.count_parameters(config.model, padded_vocab).total

@@ -15,6 +15,7 @@ from megafp8.config.schema import (
     DataConfig,
     LoggingConfig,
     ModelConfig,
+    OptimizerConfig,
     PrecisionConfig,
     RunConfig,
     TrainingConfig,
@@ -93,6 +94,11 @@ def gemm_alignment(precision: PrecisionConfig) -> int:
 def is_stateful(precision: PrecisionConfig) -> bool:
     """Whether any recipe of the run keeps an amax history (delayed scaling)."""
     return any(recipe.is_stateful for recipe in used_recipes(precision))
+
+
+def ema_bytes(optimizer: OptimizerConfig) -> int:
+    """Bytes for each parameter of the moving average of the weights; 0 without one."""
+    return 0 if optimizer.ema_decay is None else {"fp32": 4, "bf16": 2}[optimizer.ema_dtype]
 
 
 # ---- training and logging -----------------------------------------------------------------------------------------

@@ -170,7 +170,7 @@ class StepRecord:
     earlier versions."""
 
 
-VALID, VALID_HIGH_PRECISION, TEST = "valid", "valid-high-precision", "test"
+VALID, VALID_HIGH_PRECISION, VALID_EMA, TEST = SPLITS = "valid", "valid-high-precision", "valid-ema", "test"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +196,8 @@ class EvalRecord:
 
     step: int
     split: str
-    """"valid" or "test", or of validation data in high precision "valid-high-precision"."""
+    """"valid" or "test"; of validation data in high precision "valid-high-precision", and with the moving average of
+    the weights "valid-ema"."""
     loss: float
     """Mean over tokens, in nats."""
     perplexity: float
@@ -208,9 +209,9 @@ class EvalRecord:
     """With --eval-tasks, the scores by task; None in tests and without."""
 
     def __post_init__(self) -> None:
-        if self.split not in (VALID, VALID_HIGH_PRECISION, TEST):
-            known = f'"{VALID}", "{VALID_HIGH_PRECISION}" or "{TEST}"'
-            raise DataError(f"an evaluation record has split {self.split!r}; expected {known}")
+        if self.split not in SPLITS:
+            known = ", ".join(f'"{split}"' for split in SPLITS)
+            raise DataError(f"an evaluation record has split {self.split!r}; expected one of {known}")
 
 
 @dataclass(frozen=True, kw_only=True)

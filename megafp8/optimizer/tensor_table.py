@@ -66,16 +66,20 @@ def build_rows(part: MegatronOptimizer, group_index: int) -> list[tuple[torch.nn
     Args:
         part: megatron-core's distributed optimizer, or the optimizer of parameters that FSDP2 has sharded.
     """
+    is_flat = isinstance(part, DistributedOptimizer)
+    build = build_row if is_flat else build_fsdp_row
+    return [(weight, key, build(part, weight, key)) for weight, key in weights_of_group(part, group_index)]
+
+
+def weights_of_group(part: MegatronOptimizer, group_index: int) -> list[tuple[torch.nn.Parameter, Tensor]]:
+    """The model weights of a parameter group, each with the tensor that the optimizer updates: the key of its state."""
     if isinstance(part, DistributedOptimizer):
         weights = [*part.model_fp32_groups[group_index], *part.model_float16_groups[group_index]]
-        shards = part.optimizer.param_groups[group_index]["params"]
-        return [(weight, shard, build_row(part, weight, shard)) for weight, shard in zip(weights, shards, strict=True)]
+        return list(zip(weights, part.optimizer.param_groups[group_index]["params"], strict=True))
     if isinstance(part, FP32Optimizer):
-        pairs = [(weight, weight) for weight in part.optimizer.param_groups[group_index]["params"]]
-    else:
-        masters = zip(part.float16_groups[group_index], part.fp32_from_float16_groups[group_index], strict=True)
-        pairs = [*masters, *((weight, weight) for weight in part.fp32_from_fp32_groups[group_index])]
-    return [(weight, master, build_fsdp_row(part, weight, master)) for weight, master in pairs]
+        return [(weight, weight) for weight in part.optimizer.param_groups[group_index]["params"]]
+    masters = zip(part.float16_groups[group_index], part.fp32_from_float16_groups[group_index], strict=True)
+    return [*masters, *((weight, weight) for weight in part.fp32_from_fp32_groups[group_index])]
 
 
 def build_fsdp_row(part: MegatronOptimizer, weight: DTensor, master: DTensor) -> ParameterRow:
@@ -107,10 +111,10 @@ def build_row(part: DistributedOptimizer, model_param: torch.nn.Parameter, shard
 
 
 def get_model_weight(part: DistributedOptimizer, model_param: torch.nn.Parameter, shard: Tensor) -> Optional[Tensor]:
-    """The shard of the BF16 model weight that the update writes; None in other precisions."""
+    """The shard of the 16-bit model weight that the update writes; None in FP32, where it is `shard`, and in FP8."""
     if shard.dtype == torch.bfloat16:  # the optimizer state has the master weight
         return shard.detach()
-    if model_param.dtype != torch.bfloat16 or is_float8tensor(model_param):
+    if model_param.dtype == torch.float32 or is_float8tensor(model_param):
         return None
     # The part of the parameter buffer that the gather sends.
     buffer_index, _, bucket_index = part.model_param_gbuf_map[model_param]

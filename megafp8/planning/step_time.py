@@ -66,14 +66,14 @@ def optimizer_s(run: PlannedRun, stage: int) -> float:
     return moved_bytes / (run.gpu.hbm_bytes_per_s * run.calibration.optimizer_fraction) + orthogonalization_s
 
 
-def optimizer_bytes_per_parameter(run: PlannedRun) -> tuple[int, int]:
+def optimizer_bytes_per_parameter(run: PlannedRun) -> tuple[float, float]:
     """Bytes that the optimizer moves per parameter of the rank, and per parameter of its shard.
 
     The fused kernel moves 34 bytes: grad norm 4, reading gradient, master weight and moments 16, writing them 12, BF16
     weight 2. megatron-core's optimizer moves 46: grad norm 4, clipping 8, Adam 28, copy to BF16 6; with per-token loss,
     dividing the complete gradient buffer by the number of tokens adds 8. Zeroing the gradient buffer adds 4 where
     gradients are accumulated into it. For FP16 and FP8 moments the kernel reads moments and gradient (4) once more to
-    find their scales.
+    find their scales. An update of --ema-decay reads the master weight (4), and reads and writes the moving average.
     """
     optimizer, training, precision = run.config.optimizer, run.config.training, run.config.precision
     state = {"fp32": 8, "fp16": 4, "bf16": 4, "fp8": 2}
@@ -85,9 +85,11 @@ def optimizer_bytes_per_parameter(run: PlannedRun) -> tuple[int, int]:
         # Smaller moments are read and written. TE keeps only the 16 bits of a master weight that BF16 lacks.
         saved_bytes = 8 - state[optimizer.exp_avg_dtype] + 8 - state[optimizer.exp_avg_sq_dtype] + 4
     zero_bytes = 0 if precision.gradient_overwrite and run.pipeline == 1 else 4
+    mean_bytes = derived.ema_bytes(optimizer)
+    averaging_bytes = (4 + 2 * mean_bytes) / optimizer.ema_interval if mean_bytes else 0
     if fused_adam_problem(run.config) is None:
-        return zero_bytes, 34 - saved_bytes + scale_bytes
-    return zero_bytes + (8 if training.calculate_per_token_loss else 0), 46 - saved_bytes
+        return zero_bytes, 34 - saved_bytes + scale_bytes + averaging_bytes
+    return zero_bytes + (8 if training.calculate_per_token_loss else 0), 46 - saved_bytes + averaging_bytes
 
 
 # ----------------------------------------------------------------------------------------------------------------------

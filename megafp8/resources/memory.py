@@ -5,7 +5,7 @@
                   With --fp8-param-gather they replace the weights
     gradients     P x (4 bytes, 2 with a low-precision reduction)
     optimizer     P x (4 master weights + 4 + 4 moments), divided by data- x context-parallel size if sharded. Muon has
-                  one moment for the matrices of the layers
+                  one moment for the matrices of the layers. --ema-decay: P x 4 more, or 2 in BF16
     activations   microbatches in flight x layers x bytes per layer
     logits        tokens x vocabulary / tensor-parallel size x (format + 4 + format), on the last stage
     buffers       gradients of the layer that runs backward, on stages without logits; or FP32 copies of the state
@@ -402,12 +402,13 @@ def _code_bytes(precision: PrecisionConfig) -> float:
 
 
 def _optimizer_bytes(config: RunConfig, world_size: int, padded_vocab: int, stage: int, updated: int) -> int:
-    """Bytes of master weights, moments, and FP32 gradients converted from low-precision ones.
+    """Bytes of master weights, moments, their moving average, and FP32 gradients converted from low-precision ones.
 
     Args:
         updated: parameters whose state the rank has; not for Muon, which splits them in another way.
     """
     master, moments, gradients = mixture_memory.state_bytes(config)
+    master += derived.ema_bytes(config.optimizer)  # one element for each of a master weight, on the same ranks
     if is_muon(config):
         quantizable, other = parameters_on_stage(config, padded_vocab, stage)
         has_table = stage == 0 or _is_last(config, stage)

@@ -17,7 +17,7 @@ from megafp8.checkpoint.state_dict import restore_rng_state, rng_state
 from megafp8.config import iterations
 from megafp8.config.batch_schedule import BatchSchedule, constant
 from megafp8.data.loader import build_loader
-from megafp8.metrics.records import TEST, VALID, VALID_HIGH_PRECISION, EvalRecord
+from megafp8.metrics.records import TEST, VALID, VALID_EMA, VALID_HIGH_PRECISION, EvalRecord
 from megafp8.metrics.sinks import Sinks
 from megafp8.optimizer.gradient_checks import LOSS, sum_over_ranks
 from megafp8.resilience import fault_injection
@@ -46,7 +46,7 @@ def evaluate(
     Under `--fp8-schedule` the precision is that of the last step. Validations also score the run's tasks.
 
     Args:
-        split: `VALID_HIGH_PRECISION` quantizes no GEMM.
+        split: `VALID_HIGH_PRECISION` quantizes no GEMM; `VALID_EMA` takes the moving average of the weights.
         show_progress: gets the number of finished batches before each one.
 
     Returns:
@@ -63,7 +63,7 @@ def evaluate(
     passes = partial(forward_backward, forward_only=True) if is_high else forward_or_replay
     run.set_precision(step)
     precision = high_precision(run.transformer_config, run.training_state.chunks) if is_high else nullcontext()
-    with evaluation_mode(run), precision:
+    with evaluation_mode(run, has_ema=split == VALID_EMA), precision:
         fault_injection.point("evaluation.begin")
         for index in range(num_batches):
             show_progress(index)
@@ -96,6 +96,10 @@ def validate(run: Run, sinks: Sinks, progress: Progress) -> bool:
     is_complete = record_evaluation(run, sinks, progress, VALID, run.datasets[1])
     if is_complete and run.config.training.eval_high_precision:
         is_complete = record_evaluation(run, sinks, progress, VALID_HIGH_PRECISION, run.datasets[1])
+    ema = run.training_state.weight_ema
+    # Before the first update of the average there is none.
+    if is_complete and run.config.training.eval_ema and ema is not None and ema.num_updates:
+        is_complete = record_evaluation(run, sinks, progress, VALID_EMA, run.datasets[1])
     run.watchdog.evaluation_interrupted(None if is_complete else progress.step)
     if run.config.training.empty_unused_memory_level >= 1:
         run.platform.free_cache()
@@ -121,14 +125,19 @@ def record_evaluation(run: Run, sinks: Sinks, progress: Progress, split: str, da
 
 
 @contextmanager
-def evaluation_mode(run: Run) -> Iterator[None]:
+def evaluation_mode(run: Run, has_ema: bool = False) -> Iterator[None]:
     """A context without dropout and gradients, in which parameters are gathered completely.
 
     Overlapped parameter gathers are off within it. Random states are restored afterwards, since the router of a mixture
     draws its noise without gradients, too. So is the state of delayed scaling: Transformer Engine records amaxes here,
     and the scales of later steps must not depend on validation data.
+
+    Args:
+        has_ema: the weights are their moving average.
     """
     chunks = run.training_state.chunks
+    ema = run.training_state.weight_ema if has_ema else None
+    received = [(counter, counter.received_bytes) for part in run.parts for counter in part.byte_counters()]
     has_hooks = run.config.parallel.overlap_param_gather
     finish_param_gather(run.config, run.training_state)  # megatron-core's own leaves stale transposes of FP8 weights
     for chunk in chunks:
@@ -141,6 +150,9 @@ def evaluation_mode(run: Run) -> Iterator[None]:
     try:
         for part in run.parts:
             part.begin_evaluation()
+        if ema is not None:
+            run.training_state.wait_for_copies()  # a background save may still read the weights
+            saved = ema.write_to_model()
         with torch.no_grad():
             yield
     finally:
@@ -152,6 +164,12 @@ def evaluation_mode(run: Run) -> Iterator[None]:
             chunk.train()
         for part in run.parts:
             part.end_evaluation()
+    # After the scales, with which FP8 weights are cast. Not after an error, which may be of this rank alone: all ranks
+    # take part.
+    if ema is not None:
+        ema.restore_model(saved)
+        for counter, num_bytes in received:
+            counter.received_bytes = num_bytes  # gathers of the average are those of no step
 
 
 def build_batches(

@@ -35,6 +35,7 @@ from megafp8.optimizer.gradient_communication import (
 )
 from megafp8.optimizer.schedules import build_schedule
 from megafp8.optimizer.skip_update import SkipUpdateOptimizer
+from megafp8.optimizer.weight_ema import WeightEma
 from megafp8.training.cuda_graph import build_step_graph, check_graph_optimizer, side_stream
 from megafp8.training.run import Run
 from megafp8.training.step_parts import (
@@ -155,7 +156,10 @@ def build_training_state(
         transformer_config.finalize_model_grads_func = optimizer.finalize
     elif config.training.spike_policy != "off" and not isinstance(optimizer, SkipUpdateOptimizer):
         optimizer = SkipUpdateOptimizer(optimizer)
-    return TrainingState(chunks, optimizer, build_schedule(config, optimizer, world_size))
+    settings, ema = config.optimizer, None
+    if settings.ema_decay is not None:
+        ema = WeightEma(optimizer, chunks, settings.ema_decay, settings.ema_interval, settings.ema_dtype)
+    return TrainingState(chunks, optimizer, build_schedule(config, optimizer, world_size), weight_ema=ema)
 
 
 def build_gradient_buffers(config: RunConfig, training_state: TrainingState, implementation: LayerBackend) -> StepPart:

@@ -95,6 +95,8 @@ def train_step(
         before_update(totals)
         with run.timer.span("optimizer"):
             is_updated, grad_norm, num_zeros, bad_step = update(run, progress, totals)
+            for part in parts if is_updated else ():
+                part.after_update(progress)
         fault_injection.poison("step.weights", next(training_state.chunks[0].parameters()))
         fault_injection.point("step.after_update")
     changed: dict[str, Any] = {}

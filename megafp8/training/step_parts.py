@@ -35,6 +35,7 @@ from megafp8.optimizer.gradient_checks import CodeCounts, GradientNormCheck, Non
 from megafp8.optimizer.gradient_communication import WgradOverwrite, build_gradient_traffic, build_traffic
 from megafp8.optimizer.received_bytes import ReceivedBytes
 from megafp8.optimizer.skip_update import NoSpikes, SpikeDetector, SpikeRule
+from megafp8.optimizer.weight_ema import WeightEma
 from megafp8.training.nonfinite_operands import NonfiniteOperands, OperandCounter, build_operand_monitor
 from megafp8.training.precision import DelayedScalingSnapshot
 
@@ -69,6 +70,9 @@ class StepPart:
     def changed_progress(self, progress: Progress, totals: StepTotals) -> Mapping[str, Any]:
         """Fields of the progress that an update changes."""
         return {}
+
+    def after_update(self, progress: Progress) -> None:
+        """After an update of the weights; `progress` is that before the step."""
 
     def metrics(self, progress: Progress, totals: StepTotals) -> Mapping[str, Any]:
         """At the end of a step: fields of its `StepRecord`."""
@@ -268,6 +272,16 @@ class AttentionLogits(StepPart):
         return {"max_attention_logit": float(largest)}
 
 
+class AveragedWeights(StepPart):
+    """Updates the moving average of the weights."""
+
+    def __init__(self, ema: WeightEma):
+        self.ema = ema
+
+    def after_update(self, progress: Progress) -> None:
+        self.ema.after_update(progress.step + 1)
+
+
 class GradientFactor(StepPart):
     """Records the automatic factor, also of a run on one rank, which reduces nothing."""
 
@@ -398,6 +412,8 @@ def state_parts(
         yield RepeatedStep(rooms)
     if config.logging.log_max_attention_logit:
         yield AttentionLogits(state.chunks, device)
+    if state.weight_ema is not None:
+        yield AveragedWeights(state.weight_ema)
     if config.precision.grad_reduce_fp8_scaling == "tensor":
         yield GradientFactor()
     if depths := multi_token.num_depths(config.model):

@@ -220,6 +220,8 @@ def test_merge(tool, run: Path, tmp_path: Path, capsys) -> None:
         ("RUN/iter_0000007 --ckpt-step 7 --output OUT", 64, "iter_0000007 is one checkpoint"),
         ("RUN/iter_0000007 NONE --output OUT", 74, "NONE: there is no such folder"),
         ("RUN --ckpt-step 7 9 --output OUT/iter_0000009", 64, "has the name of a checkpoint"),
+        ("RUN --ckpt-step 7 7 --output OUT --ema", 64, "give at least one checkpoint, each of them once"),
+        ("RUN --ckpt-step 7 --output OUT --ema", 74, "has no moving average of the weights: its run needs --ema-decay"),
         ("RUN --ckpt-step 7 9 --output OUT --ema-decay 0.5", 64, "--ema-decay 0.5 needs --weights ema"),
         ("RUN --ckpt-step 7 9 --output OUT --weights ema --ema-decay 1", 64, "must be between 0 and 1"),
     ],

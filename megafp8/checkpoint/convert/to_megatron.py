@@ -16,7 +16,7 @@ from typing import Any, Optional
 
 import numpy as np
 
-from megafp8.checkpoint import gradient_residuals
+from megafp8.checkpoint import gradient_residuals, weight_ema
 from megafp8.checkpoint.convert.from_megatron import RANDOM_STATES, has_distributed_state
 from megafp8.checkpoint.convert.megatron_args import args_of_settings, unexpressed_settings
 from megafp8.checkpoint.convert.problems import format_problems
@@ -98,7 +98,7 @@ def plan_megatron_export(source: Path, step: Optional[int], with_optimizer: bool
         name: tensors.lazy(name)
         for name in tensors.locations
         if name not in quantizers
-        and not name.startswith(OPTIMIZER_PREFIX + gradient_residuals.KEY)
+        and not name.startswith((OPTIMIZER_PREFIX + gradient_residuals.KEY, weight_ema.PREFIX))
         and (with_optimizer or not name.startswith(OPTIMIZER_PREFIX))
     }
     notes = ["scales and amax histories are left out: Megatron-LM starts with new ones"] if quantizers else []
@@ -106,6 +106,8 @@ def plan_megatron_export(source: Path, step: Optional[int], with_optimizer: bool
         notes.append(
             "Megatron-LM has no FP8 gradients (--grad-reduce-in-fp8): their automatic factor and errors are left out"
         )
+    if weight_ema.KEY in saved:
+        notes.append("Megatron-LM has no moving average of the weights (--ema-decay): it is left out")
     if config.overrides:
         notes.append(f"Megatron-LM has no --override: set {', '.join(config.overrides)} there in another way")
     layout = tuple(saved["layout"])

@@ -174,6 +174,23 @@ def low_precision_state_needs_its_switch(config: RunConfig, world_size: int) -> 
         )
 
 
+def average_is_of_fp32_weights(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The moving average is that of FP32 weights, and the FP8 weights of a validation are cast from it."""
+    optimizer, precision = config.optimizer, config.precision
+    if optimizer.ema_decay is None or not optimizer.use_precision_aware_optimizer:
+        return
+    if optimizer.main_params_dtype != "fp32":
+        yield (
+            f"--ema-decay with --main-params-dtype {optimizer.main_params_dtype}: a moving average is that of FP32 "
+            "weights, and updates of one are smaller than the rounding of FP16; remove one of them"
+        )
+    if precision.fp8_param_gather and derived.is_stateful(precision):
+        yield (
+            "--ema-decay with --use-precision-aware-optimizer and --fp8-param-gather under delayed scaling: Adam keeps "
+            "the FP32 weights and casts them itself, so that no average could be validated; remove one of them"
+        )
+
+
 def schedule_samples(config: RunConfig, world_size: int) -> Optional[int]:
     """Samples of the schedule; None if the length of the run or the batch size is unknown."""
     length = config.training.train_iters or config.training.train_samples

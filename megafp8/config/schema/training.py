@@ -100,6 +100,10 @@ class TrainingConfig:
     eval_high_precision: bool = setting(
         False, "validate a second time, with all GEMMs in the dtype of the weights", role=Role.OUTPUT, megatron=OWN
     )
+    eval_ema: bool = setting(
+        False, "validate a second time, with the moving average of the weights (--ema-decay) once it has had an update",
+        requires="--ema-decay", role=Role.OUTPUT, megatron=OWN,
+    )
     eval_tasks: tuple[str, ...] = setting(
         (), "files of questions as JSON lines, which validations answer; see megafp8 evaluate --tasks",
         many=True, path=True, requires="--eval-iters", role=NO_ROLE, metavar="FILE", megatron=OWN,
@@ -455,4 +459,17 @@ class OptimizerConfig:
     exp_avg_sq_dtype: str = setting(
         "fp32", "dtype of Adam's second moment",
         choices=("fp32", "fp16", "bf16", "fp8"), role=Role.LEARNING | Role.MEMORY,
+    )
+    ema_decay: Optional[float] = setting(
+        None, "keep a moving average of the weights with this decay per update, every --ema-interval steps; the first "
+        "1 / (1 - decay) updates are a plain mean",
+        range=Range(0, 1, low_open=True, high_open=True), role=Role.OUTPUT | Role.MEMORY, unset="none", megatron=OWN,
+    )
+    ema_interval: int = setting(
+        10, "steps between updates of the moving average",
+        requires="--ema-decay", range=AT_LEAST_1, role=Role.OUTPUT, unit="steps", megatron=OWN,
+    )
+    ema_dtype: str = setting(
+        "fp32", "dtype of the moving average; bf16 is rounded at random, so that small updates are not lost",
+        choices=("fp32", "bf16"), requires="--ema-decay", role=Role.OUTPUT | Role.MEMORY, megatron=OWN,
     )

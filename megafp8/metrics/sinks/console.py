@@ -11,6 +11,7 @@ from typing import Any, Optional, TextIO
 from megafp8.config.schema import LoggingConfig
 from megafp8.metrics.records import (
     VALID,
+    VALID_EMA,
     VALID_HIGH_PRECISION,
     EvalRecord,
     EventRecord,
@@ -268,7 +269,8 @@ def describe_scores(scores: TaskScores) -> str:
 
 def split_name(split: str) -> str:
     """The name of a split of the data as users know it."""
-    return {VALID: "validation", VALID_HIGH_PRECISION: "validation (high precision)"}.get(split, split)
+    names = {VALID: "validation", VALID_HIGH_PRECISION: "validation (high precision)", VALID_EMA: "validation (EMA)"}
+    return names.get(split, split)
 
 
 def format_count(value: float) -> str:

@@ -24,6 +24,7 @@ from megafp8.metrics.expert_statistics import expert_groups, expert_of, exponent
 from megafp8.metrics.records import (
     TEST,
     VALID,
+    VALID_EMA,
     VALID_HIGH_PRECISION,
     EvalRecord,
     EventRecord,
@@ -254,8 +255,10 @@ def start_wandb(wandb: Any, arguments: Mapping[str, Optional[str]]) -> Any:
 
 
 ScalarRecord = Union[StepRecord, QuantizationRecord, GuardRecord, EvalRecord, ExpertRecord]
-EVAL_NAMES = {VALID: "validation", VALID_HIGH_PRECISION: "validation high precision", TEST: "test"}
-TASK_PREFIXES = {VALID_HIGH_PRECISION: "tasks high precision"}
+EVAL_NAMES = {
+    VALID: "validation", VALID_HIGH_PRECISION: "validation high precision", VALID_EMA: "validation EMA", TEST: "test",
+}  # fmt: skip
+TASK_PREFIXES = {VALID_HIGH_PRECISION: "tasks high precision", VALID_EMA: "tasks EMA"}
 TASK_FIELDS = ("accuracy", "normalized_accuracy", "bits_per_byte")
 TENSOR_FIELDS = ("amax", "num_non_finite", "quant_scale_min", "quant_scale_max", "scale_spread_octaves",
                  "underflow_fraction", "saturated_fraction", "sqnr_db", "mean_local_sqnr_db", "staleness_octaves",
@@ -267,7 +270,7 @@ MODEL_FIELDS = ("gradient_signal", "gradient_noise", "gradient_noise_scale", "gr
 def scalars(record: ScalarRecord, *, with_memory: bool = True, with_timers: bool = True) -> dict[str, float]:
     """The measured scalars of one record.
 
-    Scores of tasks are named `tasks/FIELD/TASK`, or `tasks high precision/FIELD/TASK`.
+    Scores of tasks are named `tasks/FIELD/TASK`, `tasks high precision/FIELD/TASK` or `tasks EMA/FIELD/TASK`.
 
     The load of experts is named `experts/FIELD/layer N`, statistics of `--fp8-guard` `guard/STATISTIC/NAME`.
 

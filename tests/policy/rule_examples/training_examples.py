@@ -63,6 +63,16 @@ EXAMPLES = {
         "--muon-coefficient-type quintic needs a multiple of 5 steps",
     ),
     "low_precision_state_needs_its_switch": ({"optimizer.exp_avg_dtype": "bf16"}, 1, "--use-precision-aware-optimizer"),
+    "average_is_of_fp32_weights": (
+        {
+            "optimizer.ema_decay": 0.999,
+            "optimizer.use_precision_aware_optimizer": True,
+            "optimizer.main_params_dtype": "fp16",
+            "parallel.use_distributed_optimizer": True,
+        },
+        1,
+        "--ema-decay with --main-params-dtype fp16",
+    ),
     "full_recompute_says_which_layers": (
         {"training.recompute_granularity": "full", "training.recompute_method": "uniform"},
         1,

@@ -70,6 +70,7 @@ def test_state_has_one_moment_of_a_matrix() -> None:
     fp32 = estimate_memory(config_of(precision__bf16=False), 1, VOCABULARY)
     assert fp32.optimizer_bytes == 4 * matrices + 8 * others
     assert min_checkpoint_bytes(config_of(), VOCABULARY) == 10 * count.total
+    assert min_checkpoint_bytes(config_of(optimizer__ema_decay=0.999), VOCABULARY) == 14 * count.total
 
 
 def test_shared_state_is_divided_down_to_the_largest_weight() -> None:

@@ -235,6 +235,13 @@ def test_scaled_moments_are_read_twice():
     assert bytes_of("fp8", "bf16") == bytes_of("bf16", "bf16") - 2 + 4 + 1
 
 
+@pytest.mark.parametrize(("dtype", "moved"), [("fp32", 12), ("bf16", 8)])
+def test_a_moving_average_is_moved_every_interval(dtype, moved):
+    mean = {"optimizer.ema_decay": 0.999, "optimizer.ema_interval": 10, "optimizer.ema_dtype": dtype}
+    full, of_shard = optimizer_bytes_per_parameter(run_of(mean))
+    assert (full, of_shard - moved / 10) == pytest.approx(optimizer_bytes_per_parameter(run_of({})))
+
+
 def test_layers_in_high_precision_take_the_bf16_time():
     partly_bf16 = FP8 | {"precision.first_last_layers_bf16": True, "precision.num_layers_at_end_in_bf16": 15}
     times = [

@@ -43,3 +43,20 @@ def test_copies_of_an_update_do_not_fit_beside_8b() -> None:
     assert whole.buffers_bytes == copies - whole.activations_bytes - whole.logits_bytes
     one_pass = estimate(model, f"{STATE} --main-grads-dtype bf16 --grad-reduce-in-bf16", 128256)
     assert one_pass.total_bytes < 120 * GIB and one_pass.buffers_bytes == 0
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("fp32", 4), ("bf16", 2)])
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_a_moving_average_takes_its_dtype_for_each_weight_of_the_shard(optimizer: str, dtype: str, size: int) -> None:
+    model = (
+        "--model-preset llama-1b --bf16 --seq-length 2048 --micro-batch-size 1 --use-distributed-optimizer "
+        f"--optimizer {optimizer}"
+    )
+
+    def on_4_ranks(extra: str) -> MemoryEstimate:
+        return estimate_memory(flags.parse_with_problems(f"{model} {extra}".split())[0].config, 4, 50304)
+
+    with_mean, without = on_4_ranks(f"--ema-decay 0.999 --ema-dtype {dtype}"), on_4_ranks("")
+    added = with_mean.optimizer_bytes - without.optimizer_bytes
+    assert added == pytest.approx(size * without.parameters / 4, abs=size)
+    assert with_mean.total_bytes == without.total_bytes + added

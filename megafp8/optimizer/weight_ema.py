@@ -1,0 +1,199 @@
+"""Exponential moving average of the weights (`--ema-decay`), of the FP32 weights that the optimizer updates.
+
+Every --ema-interval steps, in the k-th update:
+
+    mean = mean + max(1 - decay, 1 / k) (weight - mean)
+
+The first update copies the weights, the next ones are their plain mean until 1 / k falls to 1 - decay, and from then on
+the mean is exponential. Without this start, the mean of a short run would be mostly its initial weights. A step without
+an update of the weights makes none of the mean.
+
+Each rank has the means of those elements that it updates, in FP32 or BF16: the distributed optimizer's flat ranges,
+FSDP2's rows, Muon's own weights, or complete weights. `checkpoint/weight_ema.py` saves and loads them in any layout.
+
+BF16 reads and writes half the bytes. A remainder of 16 bits more would make it exact, but as large as FP32. So it is
+rounded at random: no update is lost, and the expectation of the mean is that of FP32. The noise of the mean has a
+standard deviation of up to sqrt(distance x spacing / 2), with the distance from the weight to its mean and the spacing
+of BF16, whatever the decay: half a spacing where they are close, 8% of a distance of 80 spacings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+from megatron.core.fp8_utils import is_float8tensor, quantize_param_shard
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.utils import to_local_if_dtensor
+from torch import Tensor
+
+from megafp8.kernels.random_rounding import round_at_random
+from megafp8.mcore.process_groups import gather_weights
+from megafp8.optimizer.tensor_table import get_model_weight, weights_of_group
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class MeanShard:
+    """The mean of those elements of a weight that this rank updates.
+
+    Attributes:
+        part: megatron-core's optimizer that updates them.
+        weight: the model's.
+        key: the optimizer's own tensor for it, which is the key of its state.
+        elements: their range in the rank's weight, flat, with the distributed optimizer; None for all of them.
+        mean: FP32 or BF16, flat.
+    """
+
+    part: Any
+    weight: Tensor
+    key: Tensor
+    elements: Optional[range]
+    mean: Tensor
+
+    @property
+    def first(self) -> int:
+        """Position of the first element in the rank's weight."""
+        return 0 if self.elements is None else self.elements.start
+
+    def master(self) -> tuple[Tensor, Optional[Tensor]]:
+        """The FP32 weights; or their low 16 bits, and the BF16 weights that have the high ones. Flat."""
+        # Transformer Engine's Adam has them in its state where it stores moments in low precision.
+        master = self.part.optimizer.state.get(self.key, {}).get("master_param", self.key)
+        return flat(master), flat(self.key) if master.dtype == torch.int16 else None
+
+    def stored(self) -> Optional[Tensor]:
+        """The elements in the model, as this rank writes them after an update; None where they are FP8 codes."""
+        if is_float8tensor(self.weight):
+            return None
+        if isinstance(self.part, DistributedOptimizer):
+            model_weight = get_model_weight(self.part, self.weight, self.key)
+            return flat(self.key if model_weight is None else model_weight)
+        return flat(self.weight)
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """A tensor's elements on this rank in one dimension, with the same memory."""
+    return to_local_if_dtensor(tensor.detach()).view(-1)
+
+
+class WeightEma:
+    """The means of this rank's elements.
+
+    Args:
+        optimizer: the run's.
+        dtype: fp32 or bf16.
+
+    Attributes:
+        num_updates: of the means; with 0 there are none yet.
+    """
+
+    def __init__(self, optimizer: Any, chunks: Sequence[Any], decay: float, interval: int, dtype: str):
+        self.optimizer, self.chunks, self.decay, self.interval = optimizer, chunks, decay, interval
+        self.num_updates = 0
+        self.shards = list(build_shards(optimizer, DTYPES[dtype]))
+        self._tables: list[Any] = []
+        for part in optimizer.chained_optimizers:
+            if not part.is_stub_optimizer:
+                # Loading replaces tensors of the state, whose addresses the tables have.
+                part.optimizer.register_load_state_dict_post_hook(lambda _: self._tables.clear())
+
+    @torch.no_grad()
+    def after_update(self, step: int) -> None:
+        """Update the means, if it is their turn after the update of a step; steps count from 1."""
+        if step % self.interval:
+            return
+        self.num_updates += 1
+        share = max(1 - self.decay, 1 / self.num_updates)
+        if self.shards and self.shards[0].mean.is_cuda:
+            self._launch(share)
+            return
+        for shard in self.shards:
+            weight, _ = shard.master()  # on a CPU, masters are FP32
+            if shard.mean.dtype == torch.float32:
+                shard.mean.lerp_(weight, share)
+            else:
+                mean = torch.lerp(shard.mean.float(), weight, share)
+                shard.mean.copy_(round_at_random(mean, weight, shard.first, self.num_updates))
+
+    def _launch(self, share: float) -> None:
+        """Update the means on a GPU: one launch for all shards of the same dtypes."""
+        from megafp8.kernels.adam import BLOCK, TensorTable  # needs Triton
+        from megafp8.kernels.ema import update_means
+
+        if not self._tables:
+            rows: dict[Any, list[tuple[int, tuple[Optional[Tensor], ...]]]] = {}
+            for shard in self.shards:
+                tensors = (*shard.master(), shard.mean)
+                rows.setdefault(tensors[0].dtype, []).append((shard.first, tensors))
+            for group in rows.values():
+                positions = torch.tensor([first for first, _ in group]).to(self.shards[0].mean.device)
+                self._tables.append((TensorTable([tensors for _, tensors in group], BLOCK), positions))
+        for table, positions in self._tables:
+            update_means(table, positions, share, self.num_updates)
+
+    def reset(self) -> None:
+        """Forget the means: the next update copies the weights."""
+        self.num_updates = 0
+        for shard in self.shards:
+            shard.mean.zero_()
+
+    @torch.no_grad()
+    def write_to_model(self) -> list[Optional[Tensor]]:
+        """Give the model the means as weights; all ranks call it, without pending gathers.
+
+        Returns:
+            What `restore_model` needs: this rank's shards of the weights that are not FP8.
+        """
+        assert self.num_updates
+        stored = [shard.stored() for shard in self.shards]
+        saved = [None if weights is None else weights.clone() for weights in stored]
+        for shard, weights in zip(self.shards, stored, strict=True):
+            if weights is not None:
+                weights.copy_(shard.mean)
+        self._share({shard.key: shard.mean.float() for shard in self.shards if is_float8tensor(shard.weight)})
+        return saved
+
+    @torch.no_grad()
+    def restore_model(self, saved: Sequence[Optional[Tensor]]) -> None:
+        """Give the model its own weights back, to the bit; all ranks call it.
+
+        FP8 weights are cast from the master weights again, with the scales of now.
+        """
+        for shard, values in zip(self.shards, saved, strict=True):
+            if (weights := shard.stored()) is not None and values is not None:
+                weights.copy_(values)
+        self._share({})
+
+    def _share(self, replaced: dict[Tensor, Tensor]) -> None:
+        """Cast FP8 weights, and let every rank get the weights that the others have written.
+
+        Args:
+            replaced: values that FP8 weights are cast from in place of master weights, by the master weight.
+        """
+        flat_parts = [part for part in self.optimizer.chained_optimizers if isinstance(part, DistributedOptimizer)]
+        for part in flat_parts:
+            if not part.is_stub_optimizer:
+                weights, masters, *others = part._get_fp8_params_and_shard_fp32_from_fp8()
+                # None: this rank has no element of the weight.
+                values = [master if master is None else replaced.get(master, master) for master in masters]
+                quantize_param_shard(weights, values, *others, part.data_parallel_group)
+        for ownership in getattr(self.optimizer, "ownerships", ()):
+            ownership.share()  # Muon's
+        if flat_parts:  # FSDP2 gathers rows before each use, and other optimizers update complete weights
+            gather_weights(self.chunks)
+
+
+def build_shards(optimizer: Any, dtype: torch.dtype) -> Iterator[MeanShard]:
+    """The shards of this rank, with means of zeros."""
+    for part in optimizer.chained_optimizers:
+        for group_index in range(0 if part.is_stub_optimizer else len(part.optimizer.param_groups)):
+            for weight, key in weights_of_group(part, group_index):
+                elements = None
+                if isinstance(part, DistributedOptimizer):
+                    found = part._get_model_param_range_map(weight)["param"]
+                    elements = range(found.start, found.end)
+                yield MeanShard(part, weight, key, elements, torch.zeros_like(flat(key), dtype=dtype))
