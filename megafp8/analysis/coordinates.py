@@ -28,6 +28,8 @@ SMALLEST_GROWTH = 0.5
 GROWS, SHRINKS, FLAT, UNDECIDED, NOT_FINITE = "grows", "shrinks", "flat", "not decided", "not finite"
 STANDARD, MUP = "standard", "muP"
 PANEL_INCHES = 2.2
+SMALLEST_SPAN = 10.0
+"""Of a column's y axis, as a factor."""
 
 
 class Coordinate(NamedTuple):
@@ -161,6 +163,10 @@ def plot_coordinates(rows: Sequence[Coordinate], recipe: str) -> Figure:
         line[0].set_ylabel(f"{parametrization}\nroot mean square")
     for axes in grid[-1]:
         axes.set_xlabel("hidden size")
+        low, high = axes.get_ylim()
+        if high / low < SMALLEST_SPAN:  # else the noise of the embedding would look like a trend
+            middle = math.sqrt(low * high)
+            axes.set_ylim(middle / math.sqrt(SMALLEST_SPAN), middle * math.sqrt(SMALLEST_SPAN))
     handles, labels = grid[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", title=recipe, fontsize=7)
     return figure

@@ -28,12 +28,14 @@ from megafp8.cli.common import build_command_parser, install_patches, launcher_p
 from megafp8.config import dimensions, flags, rules, variants
 from megafp8.config.settings import settings_by_flag
 from megafp8.errors import ConfigError
+from megafp8.recipes import registry
 from megafp8.utils.files import atomic_write_text
 
 if TYPE_CHECKING:
     from megafp8.training.coordinates import Sizes
 
 HEAD_CHANNELS = 32
+DEFAULT_RECIPES = (variants.BASELINE, registry.DEFAULT_FP8)
 MODEL = (
     "--num-layers 2 --seq-length 64 --vocab-size 255 --make-vocab-size-divisible-by 16 --position-embedding-type rope "
     "--normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights "
@@ -53,8 +55,8 @@ def build_parser() -> argparse.ArgumentParser:
                   default=Path("runs/coordinates")),
         int_flag("--widths", "hidden sizes; the smallest is the base of muP (default: 128 256 512)", nargs="+",
                  default=[128, 256, 512]),
-        argument("--recipes", f"of {', '.join(variants.names())} (default: bf16 tensorwise)", nargs="+",
-                 default=[variants.BASELINE, "tensorwise"], metavar="NAME"),
+        argument("--recipes", f"of {', '.join(variants.names())} (default: {' '.join(DEFAULT_RECIPES)})", nargs="+",
+                 default=DEFAULT_RECIPES, metavar="NAME"),
         int_flag("--seeds", "seeds of each model, counted up from 1 (default %(default)s)", default=3),
         int_flag("--steps", "training steps of each model (default %(default)s)", default=8),
         argument("flags", "after --: further flags of all models", nargs="*", metavar="FLAGS"),
@@ -125,7 +127,7 @@ def main(argv: Sequence[str]) -> int:
     """Measure, write the table and the pictures, and return the exit status."""
     options = build_parser().parse_args(argv)
     from megafp8.analysis import coordinates
-    from megafp8.analysis.plotting import save_figure
+    from megafp8.analysis.html import standalone_svg, to_svg
     from megafp8.analysis.tables import to_csv
 
     models, rows = plan(options), list[coordinates.Coordinate]()
@@ -146,6 +148,7 @@ def main(argv: Sequence[str]) -> int:
     log(f"wrote {options.output_dir / 'coordinates.csv'}")
     for recipe in dict.fromkeys(row.recipe for row in rows):
         path = options.output_dir / f"{recipe}.svg"
-        save_figure(coordinates.plot_coordinates(rows, recipe), path)
+        figure = coordinates.plot_coordinates(rows, recipe)
+        atomic_write_text(path, standalone_svg(to_svg(figure, f"Activations of widths in {recipe}")))
         log(f"wrote {path}")
     return 0
