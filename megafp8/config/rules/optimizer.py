@@ -156,9 +156,9 @@ MUP_EXCLUDES = MappingProxyType(
         "--multi-latent-attention": "its softmax has a scale of its own, and its low ranks a width of their own",
         "--num-experts": "how a router and its experts scale with the width is not settled",
         "--mtp-num-layers": "its projection of two hidden states is not tested",
-        "--softmax-scale VALUE": "give --mup-base-head-dim and --mup-attn-scale-power",
-        "--embedding-multiplier VALUE": "give --mup-embedding-mult",
-        "--logits-scaling VALUE": "give --mup-output-mult",
+        "--softmax-scale VALUE": "--mup-base-head-dim and --mup-attn-scale-power give it",
+        "--embedding-multiplier VALUE": "--mup-embedding-mult gives it",
+        "--logits-scaling VALUE": "--mup-output-mult gives it",
     }
 )
 
