@@ -27,6 +27,7 @@ COMMANDS = {
         "report": "report on finished runs or on a scaling study",
         "precision-table": "train one model in FP32, BF16, FP8 and FP4, and tabulate",
         "stability": "test the stability of recipes against BF16, with known-bad controls",
+        "coordinate-check": "compare the activations of widths, with and without muP",
         "study": "run a scaling study or a sweep from a YAML file",
         "scaling-report": "fit scaling laws to a study",
         "inspect-quantization": "measure the quantization error of each recipe",

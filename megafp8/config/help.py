@@ -33,6 +33,7 @@ GROUPS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "experts": ("mixture-of-experts layers", "mixture_of_experts.md"),
         "latent attention": ("multi-latent attention of DeepSeek", ""),
         "multi-token prediction": ("further layers that predict later tokens", "mixture_of_experts.md"),
+        "mup": ("maximal update parametrization: settings that fit all widths", "hyperparameters.md"),
         "data": ("tokenizer and token shards", "data.md"),
         "precision": ("number formats and recipes", "recipes.md"),
         "gradient reduction": ("precision of the gradients between ranks", "fp8_lm.md"),

@@ -23,6 +23,7 @@ from megafp8.config import attention_layers, derived, dimensions, mixture
 from megafp8.config.activations import is_gated, is_plain_swiglu
 from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.muon import has_flat_shards, is_muon
+from megafp8.config.mup import without_mup
 from megafp8.config.schema import ModelConfig, ParallelConfig, RunConfig
 from megafp8.config.stages import virtual_pipeline_size
 from megafp8.errors import ConfigError
@@ -239,7 +240,7 @@ def unsafe_override_problems(fields: Mapping[str, Any]) -> list[str]:
 
 def shape_fields(config: RunConfig) -> dict[str, Any]:
     """Fields of the model architecture."""
-    model = config.model
+    model = without_mup(config.model)
     return {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,

@@ -19,6 +19,7 @@ from megafp8.config import multi_token
 from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.mixture import has_expert_ranks
 from megafp8.config.muon import is_muon
+from megafp8.config.mup import without_mup
 from megafp8.config.schema import RunConfig
 from megafp8.config.stages import virtual_pipeline_size
 from megafp8.device.layer_support import ignore_attention_switches
@@ -35,6 +36,7 @@ from megafp8.models.layer_runtime import layer_runtime
 from megafp8.models.layer_specs import chunk_layers
 from megafp8.models.saved_activations import pack_saved_activations
 from megafp8.optimizer.build_muon import build_muon
+from megafp8.optimizer.parameter_groups import mup_overrides
 from megafp8.quantization.fp8_parameter import quantize_assigned_weights
 
 
@@ -56,7 +58,7 @@ def build_model(
     runtime = layer_runtime(implementation)
     chunks = [build_chunk(config, transformer_config, runtime, vocab_size, stage) for stage in stages]
     with runtime.writable_weights(config, chunks):
-        initialize_parameters(chunks, transformer_config, config.training.seed)
+        initialize_parameters(chunks, transformer_config, config.training.seed, config.model.use_mup)
     if config.precision.gradient_accumulation_fusion:
         runtime.fuse_wgrad_accumulation(chunks)
     if config.precision.bf16 or config.precision.fp16:
@@ -73,7 +75,7 @@ def build_chunk(
     vp_stage: Optional[int],
 ) -> GPTModel:
     """Build one uninitialized chunk on this rank's device."""
-    model = config.model
+    model = without_mup(config.model)
     positions = model.max_position_embeddings or config.data.seq_length
     assert positions is not None
     if transformer_config.attention_backend == AttnBackend.local:
@@ -171,8 +173,10 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """Build the optimizer, and set the functions that megatron-core's pipeline schedules call."""
     core_config = build_optimizer_config(config, implementation)
-    build = partial(build_muon, config) if is_muon(config) else get_megatron_optimizer
-    optimizer = build(core_config, chunks)
+    if is_muon(config):
+        optimizer = build_muon(config, core_config, chunks)
+    else:
+        optimizer = get_megatron_optimizer(core_config, chunks, config_overrides=mup_overrides(config, core_config))
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     gather_weights_once(parts)
     if config.parallel.use_torch_fsdp2:

@@ -38,8 +38,13 @@ def sharded_parameters(chunk: torch.nn.Module) -> Iterator[ShardedTensor]:
 
 
 @torch.no_grad()
-def initialize_parameters(chunks: list[torch.nn.Module], config: TransformerConfig, seed: int) -> None:
+def initialize_parameters(
+    chunks: list[torch.nn.Module], config: TransformerConfig, seed: int, is_mup: bool = False
+) -> None:
     """Fill every parameter of the model chunks of this rank.
+
+    Args:
+        is_mup: an output layer has the standard deviation of the embeddings, which does not depend on the width.
 
     Numerics: matrices, and the offsets of the softmax, are drawn in FP32 from N(0, init_method_std^2) and rounded once
     to the parameter's dtype.
@@ -47,13 +52,13 @@ def initialize_parameters(chunks: list[torch.nn.Module], config: TransformerConf
     filled = 0
     for chunk in chunks:
         for block in sharded_parameters(chunk):
-            initialize_block(block, config, seed)
+            initialize_block(block, config, seed, is_mup)
             filled += block.data.numel()
     expected = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
     assert filled >= expected, f"{expected - filled} elements of the model are not in its sharded state dict"
 
 
-def initialize_block(block: ShardedTensor, config: TransformerConfig, seed: int) -> None:
+def initialize_block(block: ShardedTensor, config: TransformerConfig, seed: int, is_mup: bool = False) -> None:
     """Draw and copy the values of one block."""
     num_layer_dims = block.prepend_axis_num  # leading dimensions that stack layers
     layer, shape = tuple(block.global_offset[:num_layer_dims]), tuple(block.global_shape[num_layer_dims:])
@@ -61,7 +66,8 @@ def initialize_block(block: ShardedTensor, config: TransformerConfig, seed: int)
         is_weight = not block.key.endswith("bias")
         block.data.fill_(1.0 if is_weight and not config.layernorm_zero_centered_gamma else 0.0)
         return
-    std = config.embedding_init_method_std if block.key.startswith("embedding.") else config.init_method_std
+    tables = ("embedding.", "output_layer.") if is_mup else ("embedding.",)
+    std = config.embedding_init_method_std if block.key.startswith(tables) else config.init_method_std
     if block.key.endswith(RESIDUAL_PROJECTIONS):
         std /= math.sqrt(2 * config.num_layers)
     generator = torch.Generator(block.data.device)

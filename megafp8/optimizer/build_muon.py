@@ -14,7 +14,7 @@ from typing import Any, Optional
 import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer, get_standard_config_overrides
-from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey, ParamWithNamePredicate
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from torch import Tensor
 
 from megafp8.config import dimensions
@@ -23,14 +23,7 @@ from megafp8.config.schema import RunConfig
 from megafp8.mcore.process_groups import is_reduced_over_expert_ranks
 from megafp8.optimizer.layer_wise import LayerWiseOptimizer, Ownership
 from megafp8.optimizer.muon import IS_MUON, Matrix, Muon, MuonSettings
-
-TABLES = ("embedding", "output_layer")
-"""Modules whose matrices are AdamW's."""
-
-
-def is_matrix(parameter: Tensor, name: str) -> bool:
-    """Whether Muon trains a weight: a matrix, or the stacked matrices of experts, outside of `TABLES`."""
-    return parameter.ndim in (2, 3) and not set(TABLES) & set(name.split("."))
+from megafp8.optimizer.parameter_groups import is_matrix, matrices
 
 
 def build_muon(config: RunConfig, core_config: OptimizerConfig, chunks: Sequence[Any]) -> MegatronOptimizer:
@@ -42,14 +35,14 @@ def build_muon(config: RunConfig, core_config: OptimizerConfig, chunks: Sequence
     """
     groups = {
         **get_standard_config_overrides(core_config),
-        ParamKey(with_name_predicate=ParamWithNamePredicate(name="matrix", fn=is_matrix)): {IS_MUON: True},
+        matrices(): {IS_MUON: True},
     }
     ownerships = divide_weights(chunks) if is_layer_wise(config) else []
     with trainable_only(chunks, ownerships):
         optimizer = get_megatron_optimizer(core_config, list(chunks), config_overrides=groups)
-    matrices, settings = find_matrices(config, chunks), MuonSettings.from_config(config.optimizer)
+    weights, settings = find_matrices(config, chunks), MuonSettings.from_config(config.optimizer)
     for part in optimizer.chained_optimizers:
-        part.optimizer = Muon(part.optimizer.param_groups, matrices, settings)
+        part.optimizer = Muon(part.optimizer.param_groups, weights, settings)
         part.init_state_fn = initialize
         if ownerships:  # gradients of a weight count on its owner only
             part.grad_stats_parallel_group = parallel_state.get_intra_distributed_optimizer_instance_group()

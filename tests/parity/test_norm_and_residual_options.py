@@ -8,6 +8,7 @@ from small_run import PLAIN, VIRTUAL, curve_of, layers_of, small_config
 from test_layouts import (
     CONTEXT,
     NUM_STEPS,
+    PIPELINE,
     SEQUENCE,
     TENSOR,
     assert_follows,
@@ -22,6 +23,7 @@ SANDWICH = (
     "--norm-placement sandwich --apply-layernorm-1p --window-size 7,0 --window-attn-skip-freq 2 "
     "--rotary-base-local 500 --softmax-scale 0.2 --embedding-multiplier 8 --residual-multiplier 0.5"
 )
+MUP = "--use-mup --mup-base-hidden-size 32 --mup-base-head-dim 8 --mup-embedding-mult 4"
 FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SPLIT = f"{TENSOR} {SEQUENCE}"
 
@@ -35,6 +37,7 @@ SPLIT = f"{TENSOR} {SEQUENCE}"
         pytest.param(PARALLEL, 1, FULL_RECOMPUTE, id="parallel-recompute-full"),
         pytest.param(SANDWICH, 2, f"{SPLIT} {FULL_RECOMPUTE}", id="sandwich-tp2-sp-recompute-full"),
         pytest.param(SANDWICH, 2, CONTEXT, id="sandwich-cp2"),
+        pytest.param(MUP, 4, f"{SPLIT} {PIPELINE}", id="mup-tp2-sp-pp2"),
     ],
 )
 def test_options_of_the_model_in_a_layout(options: str, world_size: int, layout: str) -> None:

@@ -23,6 +23,7 @@ from megafp8.checkpoint.convert.tensor_mapping import (
     Transposed,
 )
 from megafp8.config import attention_layers, dimensions, latent_attention, mixture
+from megafp8.config.mup import without_mup
 from megafp8.config.schema import ModelConfig, RunConfig
 from megafp8.config.schema.setting import Role
 from megafp8.config.settings import Setting, settings_with, value_of, with_values
@@ -155,8 +156,8 @@ def expert_mapping(tensor: ModelTensor, modules: tuple[str, ...], num_experts: i
 
 
 def with_explicit_values(config: RunConfig) -> RunConfig:
-    """Return the settings with the values that the defaults of the model stand for."""
-    model = config.model
+    """Return the settings with the values that the defaults of the model, and muP, stand for."""
+    model = without_mup(config.model)
     groups, channels = dimensions.num_query_groups(model), dimensions.kv_channels(model)
     windowed, without_rope = attention_layers.windowed_layers(model), attention_layers.layers_without_rope(model)
     window = attention_layers.window_size(model) if any(windowed) else None

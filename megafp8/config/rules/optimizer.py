@@ -9,6 +9,7 @@ from typing import Optional
 from megafp8.config import derived, iterations, lr_schedule
 from megafp8.config.features import VALUE, given_flags
 from megafp8.config.muon import is_muon, steps_problem
+from megafp8.config.mup import width_multiplier
 from megafp8.config.rules.base import all_positive, batch_size, flags_without_effect, not_supported
 from megafp8.config.schema import RunConfig
 
@@ -21,10 +22,12 @@ def learning_rate_is_given(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def learning_rate_is_the_peak(config: RunConfig, world_size: int) -> Iterator[str]:
     """The schedule starts and ends no higher than its peak."""
-    optimizer = config.optimizer
+    optimizer, width = config.optimizer, width_multiplier(config.model)
+    of_matrices = None if optimizer.lr is None else optimizer.lr / width
+    init_peak = "--lr" if width == 1 else f"--lr / {width:g} (of matrices with --use-mup) ="
     for end_flag, end, peak_flag, peak in (
         ("--min-lr", optimizer.min_lr, "--lr", optimizer.lr),
-        ("--lr-warmup-init", optimizer.lr_warmup_init, "--lr", optimizer.lr),
+        ("--lr-warmup-init", optimizer.lr_warmup_init, init_peak, of_matrices),
         ("--decoupled-min-lr", optimizer.decoupled_min_lr, "--decoupled-lr", optimizer.decoupled_lr),
     ):
         if end is not None and peak is not None and end > peak:
@@ -144,6 +147,26 @@ def muon_has_complete_matrices(config: RunConfig, world_size: int) -> Iterator[s
     """Settings that cut matrices, or that keep no FP32 weights to which Muon could add its update."""
     if is_muon(config):
         yield from not_supported(config, "--optimizer muon", MUON_EXCLUDES)
+
+
+MUP_EXCLUDES = MappingProxyType(
+    {
+        "--optimizer muon": "its updates do not shrink with the width as those of Adam do",
+        "--optimizer sgd": "the learning rates of muP are those of Adam",
+        "--multi-latent-attention": "its softmax has a scale of its own, and its low ranks a width of their own",
+        "--num-experts": "how a router and its experts scale with the width is not settled",
+        "--mtp-num-layers": "its projection of two hidden states is not tested",
+        "--softmax-scale VALUE": "--mup-base-head-dim and --mup-attn-scale-power give it",
+        "--embedding-multiplier VALUE": "--mup-embedding-mult gives it",
+        "--logits-scaling VALUE": "--mup-output-mult gives it",
+    }
+)
+
+
+def mup_has_its_scaling(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Features whose scaling with the width is another or not known, and other flags for the multipliers of muP."""
+    if config.model.use_mup:
+        yield from not_supported(config, "--use-mup", MUP_EXCLUDES)
 
 
 def newton_schulz_steps_fit(config: RunConfig, world_size: int) -> Iterator[str]:

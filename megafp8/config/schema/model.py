@@ -82,6 +82,40 @@ class LatentAttentionConfig:
     )
 
 
+# ---- Settings of the maximal update parametrization: a base class of the section `model`, as those of mixtures are --
+
+
+@dataclass(frozen=True, kw_only=True)
+class MupConfig:
+    """Maximal update parametrization (Yang et al. 2022, Tensor Programs V). `config/mup.py` has what follows."""
+
+    GROUP: ClassVar[str] = "mup"
+
+    use_mup: bool = setting(
+        False, "scale initial weights, learning rates, attention and logits with the width, so that the settings of a "
+        "narrow model fit a wide one"
+    )
+    mup_base_hidden_size: Optional[int] = setting(
+        None, "hidden size of the model whose settings are used",
+        maximum=MAX_WIDTH, range=AT_LEAST_1, needs="--use-mup", unset="--hidden-size",
+    )
+    mup_embedding_mult: float = setting(
+        1.0, "multiply the output of the embedding by this", range=POSITIVE_LIMIT, needs="--use-mup"
+    )
+    mup_output_mult: float = setting(
+        1.0, "multiply the logits by this; 1 stands for base hidden size / hidden size",
+        range=POSITIVE_LIMIT, needs="--use-mup",
+    )
+    mup_base_head_dim: Optional[float] = setting(
+        None, "multiply Q*K by the square root of this; the channels per head of the model whose settings are used",
+        range=POSITIVE_LIMIT, needs="--use-mup", unset="1",
+    )
+    mup_attn_scale_power: float = setting(
+        1.0, "divide Q*K by the channels per head to this power; 0.5 is the usual attention",
+        range=Range(0, 10), needs="--use-mup",
+    )
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 
 # Far above any real model. Below these limits a table of the layers fits in memory and tensor sizes fit an int64.
@@ -90,7 +124,7 @@ INT32_MAX = (1 << 31) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(MultiTokenConfig, LatentAttentionConfig, MixtureModelConfig):
+class ModelConfig(MultiTokenConfig, LatentAttentionConfig, MupConfig, MixtureModelConfig):
     """The shape of the GPT."""
 
     ROLE: ClassVar[Role] = MODEL

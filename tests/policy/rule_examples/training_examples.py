@@ -57,6 +57,11 @@ EXAMPLES = {
         1,
         "--overlap-param-gather is not supported with --optimizer muon",
     ),
+    "mup_has_its_scaling": (
+        {"model.use_mup": True, "optimizer.optimizer": "muon"},
+        1,
+        "--optimizer muon is not supported with --use-mup",
+    ),
     "newton_schulz_steps_fit": (
         {"optimizer.optimizer": "muon", "optimizer.muon_num_ns_steps": 7},
         1,

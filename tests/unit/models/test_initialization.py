@@ -35,9 +35,9 @@ def block_at(key: str, shape: Shape, offset: Shape = (), local: Shape = (), laye
     )
 
 
-def filled(*args: Any, seed: int = 1, config: Any = CONFIG, **kwargs: Any) -> Tensor:
+def filled(*args: Any, seed: int = 1, config: Any = CONFIG, is_mup: bool = False, **kwargs: Any) -> Tensor:
     part = block_at(*args, **kwargs)
-    initialize_block(part, config, seed)
+    initialize_block(part, config, seed, is_mup)
     return part.data
 
 
@@ -74,6 +74,14 @@ def test_standard_deviations(key: str, std: float) -> None:
     # The spread of n = 65,536 normal numbers is known to std / sqrt(2 n): five times that.
     assert values.std().item() == pytest.approx(std, rel=5 / math.sqrt(2 * 65_536))
     assert abs(values.mean().item()) < 5 * std / 256
+
+
+def test_an_output_layer_of_mup_has_the_standard_deviation_of_the_embeddings() -> None:
+    config: Any = SimpleNamespace(**(vars(CONFIG) | {"embedding_init_method_std": 1.0}))
+    plain, mup = (filled("output_layer.weight", (64, 64), config=config, is_mup=is_mup) for is_mup in (False, True))
+    assert torch.equal(mup, 2 * plain)
+    matrix = "decoder.layers.mlp.linear_fc1.weight"
+    assert torch.equal(filled(matrix, (64, 64), config=config, is_mup=True), filled(matrix, (64, 64), config=config))
 
 
 def test_vectors() -> None:

@@ -13,7 +13,7 @@ from hf_folders import GPT2, LLAMA, MODELS, settings_of
 
 from megafp8.checkpoint.convert.families import family_of_hf_config, family_of_run, gpt, llama
 from megafp8.checkpoint.convert.hf_config import HFConfig
-from megafp8.config import flags, mixture
+from megafp8.config import dimensions, flags, mixture
 from megafp8.config.model_shapes import PRESETS
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
@@ -32,6 +32,17 @@ def problems_of(fields: dict[str, Any]) -> list[str]:
     theirs = HFConfig(fields)
     family_of_hf_config(fields).from_hf_config(theirs)
     return theirs.problems
+
+
+def test_mup_is_exported_as_the_multipliers_of_granite() -> None:
+    flags_of_mup = "--use-mup --mup-base-hidden-size 32 --mup-base-head-dim 4 --mup-embedding-mult 3"
+    config = config_of(f"{LLAMA_FLAGS} {flags_of_mup}")
+    family, problems = family_of_run(config)
+    assert problems == [] and family.model_type == "granite"
+    fields, channels = family.to_hf_config(config), dimensions.kv_channels(config.model)
+    assert fields["embedding_multiplier"] == 3 and fields["attention_multiplier"] == 2 / channels
+    assert fields["logits_scaling"] == config.model.hidden_size / 32
+    assert any("--logits-scaling" in problem for problem in family_of_run(config, "llama")[1])
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -150,8 +150,9 @@ def test_windows_and_patterns_have_megatron_lms_types() -> None:
     [
         {"model.geglu": True}, {"model.norm_placement": "post"}, {"model.parallel_residual": True},
         {"model.embedding_multiplier": 2.0}, {"model.residual_multiplier": 0.5}, {"model.logits_scaling": 2.0},
-        {"model.softmax_scale": 0.1}, {"model.attention_logit_softcapping": 50.0}, {"model.num_experts": 4},
-        {"model.openai_gelu": True, "model.add_bias_linear": False}, {"model.position_embedding_type": "yarn"},
+        {"model.softmax_scale": 0.1}, {"model.use_mup": True}, {"model.attention_logit_softcapping": 50.0},
+        {"model.num_experts": 4}, {"model.openai_gelu": True, "model.add_bias_linear": False},
+        {"model.position_embedding_type": "yarn"},
     ],
 )  # fmt: skip
 def test_a_model_that_megatron_lm_lacks_is_not_exported(changes: dict[str, Any]) -> None:
