@@ -194,8 +194,7 @@ def read_entries(texts: tuple[str, ...]) -> tuple[tuple[Optional[MapEntry], str]
 
 def with_all_phases(precision: PrecisionConfig) -> PrecisionConfig:
     """The precision with the entries of all phases of `--fp8-schedule` in its map."""
-    of_phases = (phase.apply(precision).precision_map for phase in phases_with_entries(precision))
-    added = (entry for entries in of_phases for entry in entries[len(precision.precision_map) :])
+    added = (PhaseEntry(entry) for phase in phases_with_entries(precision) for entry in phase.entries)
     return dataclasses.replace(precision, precision_map=(*precision.precision_map, *added))
 
 
@@ -341,8 +340,9 @@ def changes_mlps(model: ModelConfig, precision: PrecisionConfig) -> bool:
 # Cached, because a search over layouts calls it thousands of times with the same arguments.
 @functools.lru_cache(maxsize=64)
 def recipes_of(model: ModelConfig, precision: PrecisionConfig, linears: tuple[str, ...]) -> tuple[str, ...]:
-    """The recipes of linears of these kinds (`linear_qkv`, ...) in all layers, each once."""
-    chosen = (choice for name, choice in resolve(model, precision).items() if name.rpartition(".")[2] in linears)
+    """The recipes of linears of these kinds (`linear_qkv`, ...) in all layers and phases, each once."""
+    maps = (resolve(model, each) for each in precisions(precision))
+    chosen = (choice for each in maps for name, choice in each.items() if name.rpartition(".")[2] in linears)
     return tuple(dict.fromkeys(recipe for choice in chosen for recipe in choice.recipes))
 
 

@@ -73,7 +73,10 @@ def parse_schedule(text: str) -> tuple[SchedulePhase, ...]:
     for part in parts:
         found = _PHASE.fullmatch(part)
         if found is None:
-            raise ValueError(f"{part!r}: give PRECISION:LAST_STEP, or PRECISION[ENTRY;ENTRY]:LAST_STEP")
+            raise ValueError(
+                f"{part!r}: give PRECISION:LAST_STEP, or PRECISION[ENTRY;ENTRY]:LAST_STEP; an entry has no brackets of "
+                "its own, and a range of layers is layers.0-3.*"
+            )
         word, entries, step = found.groups()
         if word not in (*RECIPE_FAMILIES, *HIGH_PRECISION_DTYPES):
             raise ValueError(f"{word!r} is not one of {', '.join((*HIGH_PRECISION_DTYPES, *RECIPE_FAMILIES))}")
@@ -84,7 +87,7 @@ def parse_schedule(text: str) -> tuple[SchedulePhase, ...]:
                 f"{part!r}: brackets have the entries of a precision map in a phase of fp8 or fp4, as in "
                 "fp8[*:fprop=bf16]"
             )
-        given = tuple(entry.strip() for entry in entries.split(";")) if entries else ()
+        given = tuple(entry.strip() for entry in (entries or "").split(";") if entry.strip())
         phases.append(SchedulePhase(word, None if step is None else int(step), given))
     steps = [phase.last_step for phase in phases[:-1] if phase.last_step is not None]
     if len(steps) < len(phases) - 1:
@@ -127,15 +130,19 @@ def is_quantized_at(precision: PrecisionConfig, step: int) -> bool:
 
 
 def precisions(precision: PrecisionConfig) -> Iterator[PrecisionConfig]:
-    """The precision without entries of phases, then that of each phase with entries."""
-    yield precision
+    """The precision without entries of phases, then that of each phase with entries; none has a schedule."""
+    yield dataclasses.replace(precision, fp8_schedule=None)
     yield from (phase.apply(precision) for phase in phases_with_entries(precision))
 
 
-def phases_with_entries(precision: PrecisionConfig) -> Iterator[SchedulePhase]:
-    """The phases that change the precision map; none where the schedule cannot be read, which a rule reports."""
+def readable_phases(precision: PrecisionConfig) -> tuple[SchedulePhase, ...]:
+    """The phases; none without a schedule, and where it cannot be read, which a rule reports."""
     try:
-        phases = () if precision.fp8_schedule is None else parse_schedule(precision.fp8_schedule)
+        return () if precision.fp8_schedule is None else parse_schedule(precision.fp8_schedule)
     except ValueError:
-        return
-    yield from dict.fromkeys(phase for phase in phases if phase.entries)
+        return ()
+
+
+def phases_with_entries(precision: PrecisionConfig) -> Iterator[SchedulePhase]:
+    """The phases that change the precision map."""
+    yield from (phase for phase in readable_phases(precision) if phase.entries)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import itertools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -298,10 +297,22 @@ def unsupported_precision_map(config: RunConfig) -> list[str]:
     is_delayed = derived.is_stateful(precision)
     if is_delayed and precision.first_last_layers_bf16:
         found["history"] = f"--first-last-layers-bf16 with delayed scaling: {_BY_BLOCK}"
-    maps = [precision_map.resolve(config.model, each) for each in precision_schedule.precisions(precision)]
-    for resolved, name in itertools.product(maps, precision_map.changed_linears(config.model, precision)):
-        chosen = resolved[name]
-        entry = f"the precision map gives {name} {chosen}"
+    sources = [f"--fp8-schedule {phase}" for phase in precision_schedule.phases_with_entries(precision)]
+    maps = dict(zip(["the precision map", *sources], precision_schedule.precisions(precision), strict=True))
+    formats = {  # of each linear in a recipe
+        (name, choice.fprop.recipe): choice.fprop.format
+        for name, choice in precision_map.resolve(config.model, precision).items()
+    }
+    for source, name, chosen in (
+        (source, name, precision_map.resolve(config.model, each)[name])
+        for source, each in maps.items()
+        for name in precision_map.changed_linears(config.model, each)
+    ):
+        entry = f"{source} gives {name} {chosen}"
+        if formats.setdefault((name, chosen.fprop.recipe), chosen.fprop.format) != chosen.fprop.format:
+            found.setdefault(
+                "format", f"{entry}: Transformer Engine does not change the format of a recipe during a run"
+            )
         if is_delayed and name != OUTPUT_LAYER:
             found.setdefault("history", f"{entry}: {_BY_BLOCK}")
         elif any(registry.get(recipe).is_stateful for recipe in chosen.recipes):

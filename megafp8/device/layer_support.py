@@ -264,9 +264,10 @@ def context_parallel_attention_problems(config: RunConfig) -> list[str]:
 def emulated_only_options(precision: PrecisionConfig) -> list[str]:
     """Problems of number format options that Transformer Engine does not offer."""
     by_environment = "Transformer Engine has environment variables for this; remove the flag"
+    entries = precision_map.entries(precision_map.with_all_phases(precision))
     requested = {
         "--fp8-format e5m2": (
-            "e5m2" in (precision.fp8_format, *(entry.format for entry in precision_map.entries(precision))),
+            "e5m2" in (precision.fp8_format, *(entry.format for entry in entries)),
             "Transformer Engine does not support E5M2 for all tensors; use e4m3 or hybrid"),
         f"--fp8-tensorwise-margin {precision.fp8_tensorwise_margin}": (
             precision.fp8_tensorwise_margin != 0, "Transformer Engine has no such margin; remove it"),

@@ -115,10 +115,10 @@ class EmulatedLinearMixin:
 
     @property
     def noise(self) -> Optional[RoundingNoise]:
-        """The random numbers of stochastic rounding; None if the recipe rounds to nearest."""
-        if self.recipe is None or not self.recipe.is_stochastic:
-            return None
-        return self.quantizer_state if self.recipe.delayed is None else self.quantizer_state.noise
+        """The random numbers of stochastic rounding; None if the recipe of the run rounds to nearest. Phases of
+        `--fp8-schedule` change the recipe, and not the state."""
+        state = getattr(self, "quantizer_state", None)
+        return getattr(state, "noise", None) if isinstance(state, DelayedState) else state
 
     def amax_groups(self, sequence_parallel: bool) -> AmaxGroups:
         """The process groups over which the amax of each operand is reduced."""

@@ -73,10 +73,12 @@ class AmaxCounters:
         self.flags.zero_()
         for counts in self.amax_counts.values():
             counts.zero_()
-        # Transformer Engine makes the quantizers of all layers in the same step, and later those of a split MLP.
-        # Looking at all of them takes a millisecond of the host.
-        split = [name for name in self.modules if self._is_split(name)]
-        if self._give_flags([*self.first_layer, *split]):
+        # Transformer Engine makes the quantizers of all layers in the same step, and later those of a split MLP or of a
+        # linear with another recipe in a phase. Looking at all of them takes a millisecond of the host.
+        others = [
+            name for name, module in self.modules.items() if self._is_split(name) or hasattr(module, "own_recipe")
+        ]
+        if self._give_flags([*self.first_layer, *others]):
             self._give_flags(self.modules)
 
     def count_amaxes(self, is_forward: bool) -> None:

@@ -50,8 +50,8 @@ def separate_linears(chunks: Sequence[nn.Module], names: Collection[str]) -> Ite
 def set_high_precision(linear: Any) -> None:
     """Give a linear its own precision, and free the codes of its weight."""
     linear.is_fallback = True
-    if hasattr(linear, "own_recipe"):  # of a precision map
-        linear.own_recipe = None
+    if hasattr(linear, "own_recipe"):  # of a precision map; in a phase, perhaps without use
+        linear.own_recipe, linear.is_quantizing = None, True
     else:
         wrap_with_recipe(linear, recipe=None, group=None)
     linear._fp8_workspaces.clear()

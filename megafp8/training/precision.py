@@ -20,6 +20,7 @@ from megafp8.config import precision_map
 from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.precision_schedule import SchedulePhase, phase_at
 from megafp8.config.schema import RunConfig
+from megafp8.mcore.config import precision_fields
 from megafp8.models import grouped_moe
 from megafp8.models.layer_runtime import layer_runtime
 from megafp8.quantization.delayed_scaling import DelayedState
@@ -59,7 +60,6 @@ class PrecisionPhases:
     ):
         self.config, self.transformer_config = config, transformer_config
         self.chunks, self.implementation = chunks, implementation
-        self.formats = transformer_config.fp8, transformer_config.fp4
         self.current: Optional[SchedulePhase] = None
 
     def enter(self, step: int) -> bool:
@@ -68,8 +68,9 @@ class PrecisionPhases:
         if phase is None or phase == self.current:
             return False
         self.current, core = phase, self.transformer_config
-        core.fp8, core.fp4 = self.formats if phase.is_quantized else (None, None)
         config = dataclasses.replace(self.config, precision=phase.apply(self.config.precision))
+        fields = precision_fields(config, self.implementation)
+        core.fp8, core.fp4 = fields.get("fp8"), fields.get("fp4")
         resolved = precision_map.resolve(config.model, config.precision)
         quantized = {name for name, choice in resolved.items() if choice.is_quantized}
         model = unwrap_model(self.chunks)

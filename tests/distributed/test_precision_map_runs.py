@@ -132,7 +132,7 @@ def resumed(config: RunConfig, num_steps: int, first_step: int, folder: Path | N
     losses: list[float] = []
     for step in range(first_step, first_step + num_steps):
         progress = Progress(step - 1, (step - 1) * run.global_batch_size)
-        if changes_at(run.config.precision, step) and needs_calibration(run):
+        if changes_at(run.config.precision, step) and needs_calibration(run, step):
             calibrate(run, progress)
         losses += train(run, 1, first_step=step).losses
     if save is not None:
@@ -289,6 +289,31 @@ def test_delayed_scaling_of_a_phase_equals_linears_moved_to_high_precision(layou
         assert here[:2] == there
         before, paused, after = here[2:]
         assert before == paused and (before is None or paused != after)
+
+
+def test_scales_that_a_phase_lacks_are_calibrated() -> None:
+    def body() -> list[bool]:
+        run = build_run(small_config("llama", f"{DELAYED} --fp8-schedule fp8[layers.1.*=bf16]:2,fp8"))
+        train(run, 2)
+        found = [needs_calibration(run, step) for step in (2, 3)]
+        calibrate(run, Progress(2, 2 * run.global_batch_size))
+        return [*found, needs_calibration(run, 3)]
+
+    assert run_ranks(1, body) == [[False, True, False]]
+
+
+FPROP = "fp8:2,fp8[layers.*:fprop=bf16]"
+
+
+def test_a_phase_may_take_delayed_scaling_from_a_linear_with_random_rounding() -> None:
+    """The random numbers and the amax history of a linear are one state."""
+    flags = f"{DELAYED} --precision layers.*:dgrad,wgrad=nvfp4"
+
+    def body(flags: str) -> list[float]:
+        return train(build_run(small_config("llama", flags)), 4).losses
+
+    plain, phased = (run_ranks(1, body, each)[0] for each in (flags, f"{flags} --fp8-schedule {FPROP}"))
+    assert plain[:2] == phased[:2] and plain[2:] != phased[2:]
 
 
 def state_of(run: Run, name: str) -> str | None:

@@ -132,7 +132,7 @@ def steps(extra: str, num_steps: int, first: int = 1, load: Path | None = None, 
             load_checkpoint(load, run.config, run.training_state)
         for step in range(first, first + num_steps):
             progress = Progress(step - 1, (step - 1) * run.global_batch_size)
-            if changes_at(run.config.precision, step) and needs_calibration(run):
+            if changes_at(run.config.precision, step) and needs_calibration(run, step):
                 calibrate(run, progress)
             losses += train(run, 1, first_step=step).losses
         if save is not None:
@@ -153,7 +153,9 @@ def test_precision_schedule_entries_start_at_their_steps(entries: str) -> None:
     assert second[:2] == low.losses[:2] and second[2] != low.losses[2]
 
 
-@pytest.mark.parametrize("entry", ["layers.1.*=bf16", "*.linear_fc2=blockwise/e4m3", "*:dgrad,wgrad=bf16"])
+@pytest.mark.parametrize(
+    "entry", ["layers.1.*=bf16", "*.linear_fc2=blockwise/e4m3", "*:dgrad,wgrad=bf16", "*.linear_fc1=bf16"]
+)
 def test_a_phase_computes_as_a_run_with_its_map(entry: str, tmp_path: Path) -> None:
     """From the same checkpoint."""
     plain = f"{TENSORWISE} --cuda-graph-impl none"

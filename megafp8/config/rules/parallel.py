@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megafp8.config import derived, dimensions, topology
+from megafp8.config import derived, dimensions, precision_map, topology
 from megafp8.config.rules.base import (
     all_positive,
     has_shape,
@@ -168,7 +168,7 @@ def tensor_overlap_has_its_parts(config: RunConfig, world_size: int) -> Iterator
             "--tp-comm-overlap with --use-transformer-engine-op-fuser: Transformer Engine's fused operations do not "
             "support the overlap; remove one"
         )
-    if precision.precision_map:
+    if precision_map.with_all_phases(precision).precision_map:
         yield (
             "--tp-comm-overlap with a precision map: the user buffers support only one recipe; remove "
             "--tp-comm-overlap or the map"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Iterator
 
 from megafp8.config import derived, iterations, precision_map, precision_schedule
@@ -43,7 +45,8 @@ def phases_quantize_what_the_run_does(config: RunConfig, world_size: int) -> Ite
             if chosen.is_quantized and not resolved[name].is_quantized:
                 yield (
                     f"{start} quantizes {name}, which is in high precision without the entries: give it a recipe with "
-                    "--precision, and keep it in high precision in the other phases"
+                    "--precision and keep it in high precision in the other phases, or leave it out, as layers.* does "
+                    "the output layer"
                 )
                 break
             new = [now for now, before in zip(chosen, resolved[name], strict=True) if now.recipe and now != before]
@@ -53,6 +56,18 @@ def phases_quantize_what_the_run_does(config: RunConfig, world_size: int) -> Ite
                     "from its start: make it the recipe of the run, and give the other recipe to other phases"
                 )
                 break
+
+
+def phases_differ(config: RunConfig, world_size: int) -> Iterator[str]:
+    """A phase computes in another precision than the one before it."""
+    model, precision = config.model, config.precision
+    if not all_positive(model.num_layers):
+        return
+    for before, phase in itertools.pairwise(precision_schedule.readable_phases(precision)):
+        if precision_map.resolve(model, before.apply(precision)) == precision_map.resolve(
+            model, phase.apply(precision)
+        ):
+            yield f"--fp8-schedule: {phase} computes as {before}, the phase before it: remove one of them"
 
 
 def has_state(choice: precision_map.GemmChoice, precision: PrecisionConfig) -> bool:
@@ -68,7 +83,7 @@ def high_precision_is_that_of_the_weights(config: RunConfig, world_size: int) ->
     for source, entry in precision_map.entries_with_source(precision_map.with_all_phases(config.precision)):
         if entry.recipe in HIGH_PRECISION_DTYPES and entry.recipe != dtype:
             yield f"{source}: the weights of this run are {dtype}; {fix}"
-    for phase in schedule_phases(config):
+    for phase in precision_schedule.readable_phases(config.precision):
         if phase.precision in HIGH_PRECISION_DTYPES and phase.precision != dtype:
             yield (
                 f"--fp8-schedule {config.precision.fp8_schedule}: {phase.precision}, but the weights of this run are "
@@ -100,7 +115,7 @@ def schedule_can_be_read(config: RunConfig, world_size: int) -> Iterator[str]:
     except ValueError as error:
         yield f"{flag}: {error}"
         return
-    families = {recipe.family for recipe in derived.used_recipes(precision)}
+    families = {recipe.family for recipe in derived.used_recipes(dataclasses.replace(precision, fp8_schedule=None))}
     for word in dict.fromkeys(phase.precision for phase in phases if phase.is_quantized):
         if word not in families:
             yield no_effect_without(f"{word} in {flag}", f"--{word}-format")
@@ -114,22 +129,12 @@ def schedule_ends_within_the_run(config: RunConfig, world_size: int) -> Iterator
     if training.train_iters is None and (training.train_samples is None or batch_size(config, world_size) is None):
         return
     num_steps = iterations.train_iters(config, world_size)
-    for phase in schedule_phases(config)[:-1]:
+    for phase in precision_schedule.readable_phases(config.precision)[:-1]:
         if phase.last_step is not None and phase.last_step >= num_steps:
             yield (
                 f"--fp8-schedule {config.precision.fp8_schedule}: the run ends at step {num_steps}, so no phase after "
                 f"{phase.precision}:{phase.last_step} is reached"
             )
-
-
-def schedule_phases(config: RunConfig) -> tuple[precision_schedule.SchedulePhase, ...]:
-    """The phases of --fp8-schedule; empty without a valid schedule."""
-    if config.precision.fp8_schedule is None:
-        return ()
-    try:
-        return precision_schedule.parse_schedule(config.precision.fp8_schedule)
-    except ValueError:
-        return ()
 
 
 def weights_in_fp8_have_one_form(config: RunConfig, world_size: int) -> Iterator[str]:

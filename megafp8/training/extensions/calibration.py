@@ -54,15 +54,17 @@ class AmaxCalibration(Extension):
 
     def calibrate_if_due(self, state: LoopState) -> None:
         """Calibrate if the next step is quantized and has no scales yet."""
-        run = state.run
-        if is_quantized_at(run.config.precision, state.step + 1) and needs_calibration(run):
+        run, step = state.run, state.step + 1
+        if is_quantized_at(run.config.precision, step) and needs_calibration(run, step):
             run.watchdog.enter("calibration")
             with run.timer.span(CALIBRATION):
                 state.sinks.write(calibrate(run, state.progress))
 
 
-def needs_calibration(run: Run) -> bool:
-    """Whether the run is to start with calibrated scales and has none. All ranks call it and get the same answer."""
+def needs_calibration(run: Run, step: int = 1) -> bool:
+    """Whether the run is to start a step with calibrated scales and has none, or in a new phase of `--fp8-schedule`
+    lacks those of a linear. All ranks call it and get the same answer.
+    """
     precision = run.config.precision
     if not derived.is_stateful(precision) or precision.fp8_delayed_start != "calibrated":
         return False
@@ -76,6 +78,9 @@ def needs_calibration(run: Run) -> bool:
     lacks_some = layer_runtime(run.implementation).lacks_scales_of_attention(run.training_state.chunks) or any(
         state.num_linears is not None and not (state.quant_scale != 1).any() for state in delayed_states(run)
     )
+    if changes_at(precision, step):
+        run.set_precision(step)  # says which linears have scales
+        lacks_some |= any(state.is_updated and not (state.quant_scale != 1).any() for state in delayed_states(run))
     has_scales = torch.tensor(float(needs_none or (has_some and not lacks_some)), device=run.platform.device)
     dist.all_reduce(has_scales, op=dist.ReduceOp.MIN)
     return not has_scales

@@ -125,6 +125,11 @@ EXAMPLES = {
         1,
         "leaves nothing quantized: give bf16",
     ),
+    "phases_differ": (
+        {"precision.fp8_schedule": "fp8:2,fp8[layers.0.*=tensorwise/hybrid]"},
+        1,
+        "computes as fp8, the phase before it",
+    ),
     "schedule_can_be_read": ({"precision.fp8_schedule": "bf16:100"}, 1, "takes no step: give bf16"),
     "schedule_ends_within_the_run": (
         {"precision.fp8_schedule": "bf16:10000000,fp8"},

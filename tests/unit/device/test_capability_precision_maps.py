@@ -31,6 +31,7 @@ def mapped(*entries: str, tied: bool = False, **precision: Any) -> RunConfig:
     ],
 )
 def test_transformer_engine_runs_maps_of_its_recipes(entries: tuple[str, ...]) -> None:
+    assert capability_problems(mapped(fp8_schedule=f"fp8:9,fp8[{';'.join(entries[:2])}]"), H200) == []
     assert capability_problems(mapped(*entries), H200) == []
     assert layer_backend(mapped(*entries), H200) is TRANSFORMER_ENGINE
     assert capability_problems(mapped(*entries, fp8_format=None, fp8_recipe="delayed"), H200) == []
@@ -60,6 +61,23 @@ def test_a_stateless_output_layer_works_with_every_recipe(recipe: str) -> None:
         (mapped("layers.0.*=bf16", fp8_param_gather=True), "the precision map gives layers.0.linear_qkv"),
         (mapped("layers.0.*=bf16", use_transformer_engine_op_fuser=True), "fused operations support one recipe"),
         (mapped("*.linear_fc1=tensorwise/e5m2"), "Transformer Engine does not support E5M2"),
+        (
+            mapped(fp8_format="e4m3", fp8_recipe="blockwise", fp8_schedule="fp8:9,fp8[layers.0.*=tensorwise/e5m2]"),
+            "Transformer Engine does not support E5M2",
+        ),
+        (
+            mapped(fp8_schedule="fp8:9,fp8[layers.0.*=tensorwise/e4m3]"),
+            "--fp8-schedule fp8[layers.0.*=tensorwise/e4m3] gives layers.0.linear_qkv tensorwise e4m3: Transformer Engine "
+            "does not change the format",
+        ),
+        (
+            mapped(fp8_schedule="fp8:9,fp8[layers.3.*=bf16]", fp8_recipe="delayed"),
+            "--fp8-schedule fp8[layers.3.*=bf16] gives layers.3.linear_qkv high precision: ",
+        ),
+        (
+            mapped(fp8_schedule="fp8:9,fp8[*:fprop=bf16]"),
+            "--fp8-schedule fp8[*:fprop=bf16] gives layers.0.linear_qkv fprop high precision, dgrad tensorwise hybrid",
+        ),
     ],
 )
 def test_maps_unsupported_by_transformer_engine_are_refused_or_emulated(config: RunConfig, words: str) -> None:

@@ -15,11 +15,13 @@ from torch import nn
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
+from megafp8.config import precision_schedule
+from megafp8.config.schema import ModelConfig, PrecisionConfig, RunConfig
 from megafp8.models.grouped_moe import GroupedExperts
-from megafp8.te import counters, layers, patches, quantizers
+from megafp8.te import counters, layers, patches, quantizers, recipes
 from megafp8.te.counters import AmaxCounters
-from megafp8.te.high_precision_fallback import move_to_high_precision
-from megafp8.te.recipes import OutputLayer, wrap_with_recipe
+from megafp8.te.high_precision_fallback import move_to_high_precision, split
+from megafp8.te.recipes import OutputLayer, apply_precision_map, set_precision, wrap_with_recipe
 from megafp8.training.nonfinite_operands import move_grouped_experts
 
 DELAYED = DelayedScaling(amax_history_len=4, fp8_format=Format.HYBRID, amax_compute_algo="max", reduce_amax=False)
@@ -170,6 +172,26 @@ for linear in (qkv, proj, fc2):
 with te.autocast(enabled=False):
     qkv(torch.zeros(2, 1, 32))
     assert ran[-1] == (qkv, False)
+
+# Phases of a map: the layer's recipe, then high precision for a linear. One that the run moved stays moved.
+phases = PrecisionConfig(fp8_format="e4m3", fp8_recipe="tensorwise", fp8_schedule="fp8:1,fp8[layers.0.linear_qkv=bf16]")
+model = ModelConfig(num_layers=1)
+parallel_state.get_amax_reduction_group = lambda **options: None
+for is_moved in (False, True):
+    FP8GlobalStateManager.reset()
+    chunk = Layer()
+    chunk.post_process = False
+    split(chunk.layer.mlp)
+    recipes.named_linears = lambda chunk: zip(NAMES, chunk.linears, strict=True)
+    apply_precision_map(chunk, RunConfig(model=model, precision=phases))
+    quantized = []
+    for step in (1, 2, 1):
+        config = RunConfig(model=model, precision=precision_schedule.precision_at(phases, step))
+        set_precision(config, [chunk])
+        if is_moved:
+            move_to_high_precision([chunk], [NAMES[0]])
+        quantized.append(chunk.step(TENSORWISE))
+    assert quantized == [[not is_moved, True, True, True], [False, True, True, True], [not is_moved, True, True, True]]
 
 # An MLP that is split has new quantizers, which get their flags.
 chunk = Layer()
