@@ -67,8 +67,8 @@ def test_a_stateless_output_layer_works_with_every_recipe(recipe: str) -> None:
         ),
         (
             mapped(fp8_schedule="fp8:9,fp8[layers.0.*=tensorwise/e4m3]"),
-            "--fp8-schedule fp8[layers.0.*=tensorwise/e4m3] gives layers.0.linear_qkv tensorwise e4m3: Transformer Engine "
-            "does not change the format",
+            "--fp8-schedule fp8[layers.0.*=tensorwise/e4m3] gives layers.0.linear_qkv tensorwise e4m3: Transformer "
+            "Engine does not change the format",
         ),
         (
             mapped(fp8_schedule="fp8:9,fp8[layers.3.*=bf16]", fp8_recipe="delayed"),
