@@ -55,7 +55,10 @@ STYLES = {
     "gpt2": "--position-embedding-type learned_absolute --max-position-embeddings 32",
 }
 # Models with multi-latent attention have no groups of queries.
-EVERY_STYLE = STYLES | {"latent": STYLES["llama"].replace("--group-query-attention --num-query-groups 2", "")}
+EVERY_STYLE = STYLES | {
+    "latent": STYLES["llama"].replace("--group-query-attention --num-query-groups 2", ""),
+    "llama without norms of queries": STYLES["llama"].replace("--qk-layernorm", ""),
+}
 # For four stages; each of two ranks has two.
 FOUR_LAYERS = "--num-layers 4"
 VIRTUAL = (

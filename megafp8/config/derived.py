@@ -96,6 +96,11 @@ def is_stateful(precision: PrecisionConfig) -> bool:
     return any(recipe.is_stateful for recipe in used_recipes(precision))
 
 
+def measures_attention_logits(config: RunConfig) -> bool:
+    """Whether attention keeps the largest logits of its heads."""
+    return config.logging.log_max_attention_logit or config.optimizer.qk_clip
+
+
 def ema_bytes(optimizer: OptimizerConfig) -> int:
     """Bytes for each parameter of the moving average of the weights; 0 without one."""
     return 0 if optimizer.ema_decay is None else {"fp32": 4, "bf16": 2}[optimizer.ema_dtype]

@@ -122,7 +122,9 @@ class StepRecord:
     num_zeros_in_grad: Optional[int] = None
     max_attention_logit: Optional[float] = None
     """The largest visible product of a query and a key, scaled and before softcapping, of all layers and microbatches;
-    None without `--log-max-attention-logit`."""
+    None without `--log-max-attention-logit` and `--qk-clip`."""
+    num_clipped_heads: Optional[int] = None
+    """Groups of heads with one key whose weights `--qk-clip` shrank after the step; None without it."""
     params_norm: Optional[float] = None
     memory_peak_bytes: Optional[int] = None
     """Peak memory so far of any device of the job."""

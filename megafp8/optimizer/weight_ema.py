@@ -19,65 +19,29 @@ of BF16, whatever the decay: half a spacing where they are close, 8% of a distan
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
-from megatron.core.fp8_utils import is_float8tensor, quantize_param_shard
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.utils import to_local_if_dtensor
+from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor
 
 from megafp8.kernels.random_rounding import round_at_random
-from megafp8.mcore.process_groups import gather_weights
-from megafp8.optimizer.tensor_table import get_model_weight, weights_of_group
+from megafp8.optimizer.weight_shards import WeightShard, build_shards, flat, share_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class MeanShard:
+class MeanShard(WeightShard):
     """The mean of those elements of a weight that this rank updates.
 
     Attributes:
-        part: megatron-core's optimizer that updates them.
-        weight: the model's.
-        key: the optimizer's own tensor for it, which is the key of its state.
-        elements: their range in the rank's weight, flat, with the distributed optimizer; None for all of them.
         mean: FP32 or BF16, flat.
     """
 
-    part: Any
-    weight: Tensor
-    key: Tensor
-    elements: Optional[range]
     mean: Tensor
-
-    @property
-    def first(self) -> int:
-        """Position of the first element in the rank's weight."""
-        return 0 if self.elements is None else self.elements.start
-
-    def master(self) -> tuple[Tensor, Optional[Tensor]]:
-        """The FP32 weights; or their low 16 bits, and the BF16 weights that have the high ones. Flat."""
-        # Transformer Engine's Adam has them in its state where it stores moments in low precision.
-        master = self.part.optimizer.state.get(self.key, {}).get("master_param", self.key)
-        return flat(master), flat(self.key) if master.dtype == torch.int16 else None
-
-    def stored(self) -> Optional[Tensor]:
-        """The elements in the model, as this rank writes them after an update; None where they are FP8 codes."""
-        if is_float8tensor(self.weight):
-            return None
-        if isinstance(self.part, DistributedOptimizer):
-            model_weight = get_model_weight(self.part, self.weight, self.key)
-            return flat(self.key if model_weight is None else model_weight)
-        return flat(self.weight)
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """A tensor's elements on this rank in one dimension, with the same memory."""
-    return to_local_if_dtensor(tensor.detach()).view(-1)
 
 
 class WeightEma:
@@ -94,7 +58,10 @@ class WeightEma:
     def __init__(self, optimizer: Any, chunks: Sequence[Any], decay: float, interval: int, dtype: str):
         self.optimizer, self.chunks, self.decay, self.interval = optimizer, chunks, decay, interval
         self.num_updates = 0
-        self.shards = list(build_shards(optimizer, DTYPES[dtype]))
+        self.shards = [
+            MeanShard(**vars(shard), mean=torch.zeros_like(flat(shard.key), dtype=DTYPES[dtype]))
+            for shard in build_shards(optimizer)
+        ]
         self._tables: list[Any] = []
         for part in optimizer.chained_optimizers:
             if not part.is_stub_optimizer:
@@ -154,7 +121,8 @@ class WeightEma:
         for shard, weights in zip(self.shards, stored, strict=True):
             if weights is not None:
                 weights.copy_(shard.mean)
-        self._share({shard.key: shard.mean.float() for shard in self.shards if is_float8tensor(shard.weight)})
+        replaced = {shard.key: shard.mean.float() for shard in self.shards if is_float8tensor(shard.weight)}
+        share_weights(self.optimizer, self.chunks, replaced)
         return saved
 
     @torch.no_grad()
@@ -166,34 +134,4 @@ class WeightEma:
         for shard, values in zip(self.shards, saved, strict=True):
             if (weights := shard.stored()) is not None and values is not None:
                 weights.copy_(values)
-        self._share({})
-
-    def _share(self, replaced: dict[Tensor, Tensor]) -> None:
-        """Cast FP8 weights, and let every rank get the weights that the others have written.
-
-        Args:
-            replaced: values that FP8 weights are cast from in place of master weights, by the master weight.
-        """
-        flat_parts = [part for part in self.optimizer.chained_optimizers if isinstance(part, DistributedOptimizer)]
-        for part in flat_parts:
-            if not part.is_stub_optimizer:
-                weights, masters, *others = part._get_fp8_params_and_shard_fp32_from_fp8()
-                # None: this rank has no element of the weight.
-                values = [master if master is None else replaced.get(master, master) for master in masters]
-                quantize_param_shard(weights, values, *others, part.data_parallel_group)
-        for ownership in getattr(self.optimizer, "ownerships", ()):
-            ownership.share()  # Muon's
-        if flat_parts:  # FSDP2 gathers rows before each use, and other optimizers update complete weights
-            gather_weights(self.chunks)
-
-
-def build_shards(optimizer: Any, dtype: torch.dtype) -> Iterator[MeanShard]:
-    """The shards of this rank, with means of zeros."""
-    for part in optimizer.chained_optimizers:
-        for group_index in range(0 if part.is_stub_optimizer else len(part.optimizer.param_groups)):
-            for weight, key in weights_of_group(part, group_index):
-                elements = None
-                if isinstance(part, DistributedOptimizer):
-                    found = part._get_model_param_range_map(weight)["param"]
-                    elements = range(found.start, found.end)
-                yield MeanShard(part, weight, key, elements, torch.zeros_like(flat(key), dtype=dtype))
+        share_weights(self.optimizer, self.chunks, {})

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from megafp8.optimizer.fsdp_checks import ReducedGradientMonitor
 from megafp8.optimizer.fused_adam import FusedAdamOptimizer
 from megafp8.optimizer.gradient_checks import CodeCounts, GradientNormCheck, NonFiniteGradientMonitor, StepTotals
 from megafp8.optimizer.gradient_communication import WgradOverwrite, build_gradient_traffic, build_traffic
+from megafp8.optimizer.qk_clip import QkClip, data_group
 from megafp8.optimizer.received_bytes import ReceivedBytes
 from megafp8.optimizer.skip_update import NoSpikes, SpikeDetector, SpikeRule
 from megafp8.optimizer.weight_ema import WeightEma
@@ -249,27 +250,46 @@ class Fp8Gradients(StepPart):
 
 
 class AttentionLogits(StepPart):
-    """Records the largest attention logit of a step.
+    """Records the largest attention logit of a step, and clips the weights that made it too large.
 
-    Attention keeps that of its heads, over the microbatches of a step, where megatron-core's does.
+    Attention keeps the largest logit of each of its heads, over the microbatches of a step, where megatron-core's does.
+
+    Args:
+        qk_clip: None clips nothing.
     """
 
-    def __init__(self, chunks: Sequence[Any], device: torch.device):
+    def __init__(self, chunks: Sequence[Any], device: torch.device, qk_clip: Optional[QkClip] = None):
         modules = (module for chunk in chunks for module in chunk.modules())
-        self.attentions = [module for module in modules if hasattr(module, "current_max_attn_logits")]
-        self.device = device
+        kernel = "core_attention"
+        self.attentions = [each for each in modules if hasattr(getattr(each, kernel, None), "current_max_attn_logits")]
+        self.device, self.qk_clip, self.num_clipped = device, qk_clip, 0
 
     def begin(self, progress: Progress) -> None:
+        self.num_clipped = 0
         for attention in self.attentions:
-            attention.current_max_attn_logits = None
+            attention.core_attention.current_max_attn_logits = None
 
-    def metrics(self, progress: Progress, totals: StepTotals) -> Mapping[str, Any]:
+    def after_update(self, progress: Progress) -> None:
+        if self.qk_clip is None or self.largest() <= self.qk_clip.threshold:
+            return
+        logits = [each.core_attention.current_max_attn_logits.detach().float() for each in self.attentions]
+        for each in logits:
+            dist.all_reduce(each, op=dist.ReduceOp.MAX, group=data_group())
+        self.num_clipped = self.qk_clip.clip(self.attentions, logits)
+
+    def largest(self) -> float:
+        """The largest logit of all ranks; all ranks call it."""
         largest = torch.full((), -torch.inf, device=self.device)
         for attention in self.attentions:
-            largest = torch.maximum(largest, attention.current_max_attn_logits.max().detach().float())
-            attention.current_max_attn_logits = None  # in megatron-core 0.16 it holds the graph of all microbatches
+            largest = torch.maximum(largest, attention.core_attention.current_max_attn_logits.max().detach().float())
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        return {"max_attention_logit": float(largest)}
+        return float(largest)
+
+    def metrics(self, progress: Progress, totals: StepTotals) -> Mapping[str, Any]:
+        found: dict[str, Any] = {"max_attention_logit": self.largest()}
+        for attention in self.attentions:
+            attention.core_attention.current_max_attn_logits = None  # in megatron-core 0.16 it holds a graph
+        return found if self.qk_clip is None else found | {"num_clipped_heads": self.num_clipped}
 
 
 class AveragedWeights(StepPart):
@@ -410,8 +430,11 @@ def state_parts(
         yield ExpertBiases(ExpertBiasSnapshot(state.chunks))
     if rooms:
         yield RepeatedStep(rooms)
-    if config.logging.log_max_attention_logit:
-        yield AttentionLogits(state.chunks, device)
+    if derived.measures_attention_logits(config):
+        settings, clip = config.optimizer, None
+        if settings.qk_clip:
+            clip = QkClip(state.optimizer, state.chunks, settings.qk_clip_threshold, settings.qk_clip_alpha)
+        yield AttentionLogits(state.chunks, device, clip)
     if state.weight_ema is not None:
         yield AveragedWeights(state.weight_ema)
     if config.precision.grad_reduce_fp8_scaling == "tensor":

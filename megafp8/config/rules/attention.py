@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import MappingProxyType
 
-from megafp8.config import attention_layers, latent_attention
+from megafp8.config import attention_layers, derived, latent_attention
 from megafp8.config.features import given_flags
-from megafp8.config.rules.base import all_positive, no_effect_without
+from megafp8.config.rules.base import all_positive, no_effect_without, not_supported
 from megafp8.config.schema import ModelConfig, RunConfig
 from megafp8.errors import ConfigError
 
@@ -107,13 +108,32 @@ def documents_fit_the_attention(config: RunConfig, world_size: int) -> Iterator[
 
 def logits_are_measured_by_the_kernel(config: RunConfig, world_size: int) -> Iterator[str]:
     """Transformer Engine measures logits in cuDNN's kernels of BF16 and in its own unfused attention."""
-    if not config.logging.log_max_attention_logit:
+    if not derived.measures_attention_logits(config):
         return
-    flag, precision = "--log-max-attention-logit", config.precision
+    flag, precision = "--qk-clip" if config.optimizer.qk_clip else "--log-max-attention-logit", config.precision
     if precision.fp8_dot_product_attention:
         yield f"{flag} with --fp8-dot-product-attention: no kernel of FP8 attention measures logits; remove one"
     if precision.attention_backend == "flash":
         yield f"{flag} with --attention-backend flash, which does not measure logits: use fused, or remove one"
+
+
+BOUNDED = "the norms bound the logits, and undo what a factor does to their weights"
+QK_NORMS = MappingProxyType({"--qk-layernorm": BOUNDED, "--qk-l2-norm": BOUNDED})
+QK_CLIP_EXCLUDES = MappingProxyType(
+    {
+        "--use-torch-fsdp2": "ranks have rows of a weight, and which rows is not tracked",
+        "--use-precision-aware-optimizer": "the master weights are within the state of Adam",
+        "--mtp-num-layers": "its layers have not been tried",
+    }
+)
+
+
+def clipped_logits_follow_the_weights(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Features with which --qk-clip cannot shrink logits, or not the master weights."""
+    if config.optimizer.qk_clip:
+        # Norms of multi-latent attention come before the projections that are clipped.
+        norms = {} if latent_attention.is_latent(config.model) else QK_NORMS
+        yield from not_supported(config, "--qk-clip", {**norms, **QK_CLIP_EXCLUDES})
 
 
 def capped_scores_are_not_fp8(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -87,8 +87,8 @@ def _kernel_problems(config: RunConfig) -> Checks:
         NO_GRAPH,
     )
     yield (
-        config.logging.log_max_attention_logit,
-        "--log-max-attention-logit",
+        derived.measures_attention_logits(config),
+        "--qk-clip" if config.optimizer.qk_clip else "--log-max-attention-logit",
         "megatron-core collects the logits of microbatches outside the graph",
         NO_GRAPH,
     )

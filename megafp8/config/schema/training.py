@@ -460,6 +460,18 @@ class OptimizerConfig:
         "fp32", "dtype of Adam's second moment",
         choices=("fp32", "fp16", "bf16", "fp8"), role=Role.LEARNING | Role.MEMORY,
     )
+    qk_clip: bool = setting(
+        False, "after each update, shrink the weights of queries and keys whose attention logits are above "
+        "--qk-clip-threshold; needs what --log-max-attention-logit needs", role=Role.LEARNING,
+    )
+    qk_clip_threshold: float = setting(
+        100.0, "the largest attention logit that --qk-clip leaves", requires="--qk-clip", range=POSITIVE_COEFFICIENT,
+        role=Role.LEARNING,
+    )
+    qk_clip_alpha: float = setting(
+        0.5, "share of queries in the factor of --qk-clip; 1 - alpha is that of keys", requires="--qk-clip",
+        range=Range(0, 1), role=Role.LEARNING,
+    )
     ema_decay: Optional[float] = setting(
         None, "keep a moving average of the weights with this decay per update, every --ema-interval steps; the first "
         "1 / (1 - decay) updates are a plain mean",

@@ -29,6 +29,11 @@ EXAMPLES = {
         1,
         "FP8 attention has no borders of documents",
     ),
+    "clipped_logits_follow_the_weights": (
+        {"optimizer.qk_clip": True, "model.qk_layernorm": True},
+        1,
+        "--qk-layernorm is not supported with --qk-clip: the norms bound the logits",
+    ),
     "logits_are_measured_by_the_kernel": (
         {"logging.log_max_attention_logit": True, "precision.attention_backend": "flash"},
         1,
