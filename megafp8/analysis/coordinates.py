@@ -25,7 +25,8 @@ LIMIT = 0.1
 """Slopes of finite widths that count as flat: 7% for a doubled width."""
 SMALLEST_GROWTH = 0.5
 """Of what grows in standard parametrization: an interval that has it cannot call anything flat."""
-GROWS, SHRINKS, FLAT, UNDECIDED, NOT_FINITE = "grows", "shrinks", "flat", "not decided", "not finite"
+GROWS, SHRINKS, FLAT, UNDECIDED, NO_SLOPE = "grows", "shrinks", "flat", "not decided", "diverged, or no update"
+LOGITS = "logits"
 STANDARD, MUP = "standard", "muP"
 PANEL_INCHES = 2.2
 SMALLEST_SPAN = 10.0
@@ -68,14 +69,17 @@ class Slope:
 
     @property
     def verdict(self) -> str:
-        """Of the change, and of the size where it grows: the initial logits of muP shrink as 1 / sqrt(width)."""
-        return GROWS if direction(self.size) == GROWS else direction(self.change)
+        """Of the change, and of the initial size where that is not flat; the initial logits of muP shrink as
+        1 / sqrt(width)."""
+        of_size = direction(self.size)
+        is_expected = of_size == FLAT or (of_size == SHRINKS and self.activation == LOGITS)
+        return direction(self.change) if is_expected else of_size
 
 
 def direction(slope: Interval) -> str:
     """Whether a slope is beyond `LIMIT` by more than the noise of the seeds; not decided with one seed."""
     if not math.isfinite(slope.mean):
-        return NOT_FINITE
+        return NO_SLOPE
     if slope.low is None or slope.high is None:
         return UNDECIDED
     if slope.low > LIMIT or slope.high < -LIMIT:
@@ -138,7 +142,7 @@ def verdict_lines(slopes: Sequence[Slope]) -> list[str]:
         own = [each for each in slopes if (each.recipe, each.parametrization) == (recipe, parametrization)]
         parts = [
             f"{verdict}: {', '.join(names)}"
-            for verdict in (GROWS, SHRINKS, UNDECIDED, NOT_FINITE)
+            for verdict in (GROWS, SHRINKS, UNDECIDED, NO_SLOPE)
             if (names := [each.activation for each in own if each.verdict == verdict])
         ]
         lines.append(f"{recipe}, {parametrization}: {'; '.join(parts) or 'flat within the noise of the seeds'}")
@@ -149,7 +153,7 @@ def verdict_lines(slopes: Sequence[Slope]) -> list[str]:
 def plot_coordinates(rows: Sequence[Coordinate], recipe: str) -> Figure:
     """Sizes over the width: a column for each activation, a row for each parametrization, a line for each step.
 
-    Lines are geometric means over seeds, bands reach from the smallest to the largest.
+    Lines are geometric means over seeds, bands reach from the smallest to the largest. Steps double from line to line.
     """
     own = [row for row in rows if row.recipe == recipe]
     parametrizations = list(dict.fromkeys(row.parametrization for row in own))
@@ -159,7 +163,7 @@ def plot_coordinates(rows: Sequence[Coordinate], recipe: str) -> Figure:
     for line, parametrization in zip(grid, parametrizations, strict=True):
         for axes, activation in zip(line, activations, strict=True):
             draw_panel(axes, [r for r in own if (r.parametrization, r.activation) == (parametrization, activation)])
-            axes.set_title(activation)
+            axes.set_title(activation if parametrization == parametrizations[0] else "")
         line[0].set_ylabel(f"{parametrization}\nroot mean square")
     for axes in grid[-1]:
         axes.set_xlabel("hidden size")
@@ -177,6 +181,7 @@ def draw_panel(axes: Axes, rows: Sequence[Coordinate]) -> None:
     from matplotlib import colormaps
 
     steps = sorted({row.step for row in rows})
+    steps = [step for step in steps if step & (step - 1) == 0 or step == steps[-1]]
     widths = sorted({row.width for row in rows})
     for index, step in enumerate(steps):
         # [widths, seeds]

@@ -18,14 +18,14 @@ import torch
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from megafp8.checkpoint import local_scales
+from megafp8.checkpoint import local_scales, weight_ema
 from megafp8.checkpoint.metadata import OPTIMIZER_PREFIX, is_extra_state, load_common_state, load_errors
 from megafp8.checkpoint.serialization import SafeLoadPlanner, SafeReader
 from megafp8.checkpoint.standalone import no_process_group
 
 # Plain values that depend on how the run was started or sharded, or that training does not use.
 NON_STATE_KEYS = ("config", "origin", "layout", "content_metadata", local_scales.KEY)
-RNG_STATE_PREFIX = "random_state"
+RNG_STATE_PREFIX, AVERAGE = "random_state", "average"
 GROUP_BYTES = 2**26
 """Tensors that a fingerprint reads together: torch takes milliseconds for each read."""
 
@@ -34,16 +34,21 @@ def fingerprint(path: Path) -> dict[str, str]:
     """Return the SHA-256 of each part of a checkpoint and of all of them.
 
     The parts are weights, optimizer, scales (quantizer state), random (RNG states) and progress (step, samples,
-    schedule). A part that is absent has the hash of no bytes.
+    schedule), and average (moving average of the weights) if there is one. Another part that is absent has the hash of
+    no bytes.
 
     Raises:
         CheckpointError: it cannot be read.
     """
-    digests = {name: hashlib.sha256() for name in ("weights", "optimizer", "scales", "random", "progress")}
+    digests = {name: hashlib.sha256() for name in ("weights", "optimizer", "scales", "random", "progress", AVERAGE)}
     for name, content in canonical_tensors(path):
         digests[fingerprint_part(name)].update(name.encode() + b"\0" + content)
     plain = {name: value for name, value in load_common_state(path).items() if name not in NON_STATE_KEYS}
     digests["optimizer"].update(canonical_text(plain.pop("optimizer", None)).encode())
+    if weight_ema.KEY in plain:
+        digests[AVERAGE].update(canonical_text(plain.pop(weight_ema.KEY)).encode())
+    else:
+        del digests[AVERAGE]
     digests["progress"].update(canonical_text(plain).encode())
     parts = {name: digest.hexdigest() for name, digest in digests.items()}
     return parts | {"all": hashlib.sha256(json.dumps(parts).encode()).hexdigest()}
@@ -52,7 +57,7 @@ def fingerprint(path: Path) -> dict[str, str]:
 def fingerprint_part(name: str) -> str:
     """Return the part that a key belongs to."""
     if name.startswith(OPTIMIZER_PREFIX):
-        return "optimizer"
+        return AVERAGE if name.startswith(weight_ema.PREFIX) else "optimizer"
     if name.startswith(RNG_STATE_PREFIX):
         return "random"
     return "scales" if is_extra_state(name) else "weights"

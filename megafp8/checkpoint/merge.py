@@ -230,8 +230,13 @@ def plan_merge(
     )
     for source in sources:
         check_same_model(source, sources[-1])
-        if has_ema and not source.common.get(weight_ema.KEY, {}).get(weight_ema.NUM_UPDATES):
+        if has_ema and weight_ema.KEY not in source.common:
             raise CheckpointError(f"{source.path} has no moving average of the weights: its run needs --ema-decay")
+        if has_ema and not source.common[weight_ema.KEY][weight_ema.NUM_UPDATES]:
+            raise CheckpointError(
+                f"the moving average in {source.path} has had no update by step {source.manifest.step}: take a later "
+                "checkpoint, or give the run a shorter --ema-interval"
+            )
     averaged = names_to_average(sources[-1])
     for source in sources:
         check_same_weights(source, sources[-1], averaged)

@@ -180,6 +180,7 @@ def status_of(states: Sequence[dict[str, Any]]) -> int:
 def show(options: argparse.Namespace) -> int:
     install_patches()
     from megafp8.checkpoint.metadata import read_contents
+    from megafp8.checkpoint.weight_ema import PREFIX as EMA_PREFIX
 
     path = checkpoints_of(options.folder, options.ckpt_step)[-1]
     state = state_of(path, with_hashes=False)
@@ -192,10 +193,13 @@ def show(options: argparse.Namespace) -> int:
         print(json.dumps(state | dataclasses.asdict(contents) | settings, indent=1))
         return status_of([state])
     print_states([state], options)
-    optimizer = sum(tensor.num_bytes for tensor in contents.tensors if tensor.name.startswith("optimizer."))
-    weights = sum(tensor.num_bytes for tensor in contents.tensors) - optimizer
+    average = sum(tensor.num_bytes for tensor in contents.tensors if tensor.name.startswith(EMA_PREFIX))
+    optimizer = sum(tensor.num_bytes for tensor in contents.tensors if tensor.name.startswith("optimizer.")) - average
+    weights = sum(tensor.num_bytes for tensor in contents.tensors) - optimizer - average
     print(f"weights    {contents.num_parameters:,} elements in {weights / 1e9:.3f} GB")
     print(f"optimizer  {optimizer / 1e9:.3f} GB" if optimizer else "optimizer  none")
+    if average:
+        print(f"average    {average / 1e9:.3f} GB (--ema-decay)")
     print(f"objects    {', '.join(contents.objects) or 'none'}")
     print_merged(state.get("merged"))
     if contents.samples:

@@ -17,6 +17,7 @@ status: 0, also if something grows; 64 for wrong flags.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -34,7 +35,7 @@ from megafp8.utils.files import atomic_write_text
 if TYPE_CHECKING:
     from megafp8.training.coordinates import Sizes
 
-HEAD_CHANNELS = 32
+HEAD_CHANNELS, TABLE = 32, "coordinates.csv"
 DEFAULT_RECIPES = (variants.BASELINE, registry.DEFAULT_FP8)
 MODEL = (
     "--num-layers 2 --seq-length 64 --vocab-size 255 --make-vocab-size-divisible-by 16 --position-embedding-type rope "
@@ -44,7 +45,10 @@ MODEL = (
     "--adam-beta2 0.95 --eval-iters 0 --cuda-graph-impl none"
 )
 """No graph: the hooks would see the first step only."""
-OWN_FLAGS = ("--hidden-size", "--ffn-hidden-size", "--use-mup", "--seed", "--train-iters")
+OWN_FLAGS = (
+    "--hidden-size", "--ffn-hidden-size", "--use-mup", "--mup-base-hidden-size", "--mup-base-head-dim", "--seed",
+    "--train-iters", "--reset-attention-mask",
+)  # fmt: skip
 log = stderr_log("coordinate-check: ")
 
 
@@ -78,6 +82,9 @@ def plan(options: argparse.Namespace) -> dict[tuple[str, str, int, int], list[st
     problems += [f"{flag} after --: set by the check; remove it" for flag in own]
     widths = sorted(set(options.widths))
     problems += ["--widths: give at least two"] if len(widths) < 2 else []
+    problems += [f"--widths {widths[0]}: must be at least 1"] if widths[0] < 1 else []
+    table = options.output_dir / TABLE
+    problems += [f"{table} is there: give another --output-dir, or remove it"] if table.exists() else []
     if "model.num_attention_heads" not in given:
         uneven = [width for width in widths if width % HEAD_CHANNELS]
         problems += [f"--widths {width}: no multiple of {HEAD_CHANNELS}, the channels of a head" for width in uneven]
@@ -115,11 +122,25 @@ def shape_flags(width: int, given: frozenset[str]) -> list[str]:
 
 def measure(words: Sequence[str], num_steps: int) -> list[Sizes]:
     """Train the model of a command line, in a process of its own, whose memory and state end with it."""
+    install_patches()
     from megafp8.training.checks import check
     from megafp8.training.coordinates import measure_coordinates
 
     validated = check(*flags.parse_with_problems(words))
     return measure_coordinates(validated.invocation.config, validated.implementation, num_steps)
+
+
+def start_method() -> str:
+    """How a process starts: forked where it can be, which imports everything once, but CUDA does not outlive a fork."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asks the driver without initializing CUDA
+    import torch
+
+    if torch.cuda.is_available():
+        return "spawn"
+    install_patches()
+    import megafp8.training.coordinates  # noqa: F401
+
+    return "fork"
 
 
 @returns_exit_status("coordinate-check")
@@ -131,21 +152,19 @@ def main(argv: Sequence[str]) -> int:
     from megafp8.analysis.tables import to_csv
 
     models, rows = plan(options), list[coordinates.Coordinate]()
-    install_patches()
-    import megafp8.training.coordinates  # noqa: F401 - once, and not in each process
-
+    table, context = options.output_dir / TABLE, get_context(start_method())
     for number, (key, words) in enumerate(models.items(), 1):
         log(f"{number} of {len(models)}: {', '.join(map(str, key))}")
-        with ProcessPoolExecutor(1, get_context("fork")) as process:
+        with ProcessPoolExecutor(1, context) as process:
             steps = process.submit(measure, words, options.steps).result()
         rows += [
             coordinates.Coordinate(*key, step, activation, *sizes)
             for step, by_name in enumerate(steps, 1) for activation, sizes in by_name.items()
         ]  # fmt: skip
+        atomic_write_text(table, to_csv([row._asdict() for row in rows]))  # what an interrupted check leaves
     slopes = coordinates.fit_slopes(rows)
     print("\n".join([coordinates.slope_table(slopes), "", *coordinates.verdict_lines(slopes)]))
-    atomic_write_text(options.output_dir / "coordinates.csv", to_csv([row._asdict() for row in rows]))
-    log(f"wrote {options.output_dir / 'coordinates.csv'}")
+    log(f"wrote {table}")
     for recipe in dict.fromkeys(row.recipe for row in rows):
         path = options.output_dir / f"{recipe}.svg"
         figure = coordinates.plot_coordinates(rows, recipe)

@@ -101,6 +101,11 @@ def measures_attention_logits(config: RunConfig) -> bool:
     return config.logging.log_max_attention_logit or config.optimizer.qk_clip
 
 
+def logits_flag(config: RunConfig) -> str:
+    """The flag for which attention does."""
+    return "--qk-clip" if config.optimizer.qk_clip else "--log-max-attention-logit"
+
+
 def ema_bytes(optimizer: OptimizerConfig) -> int:
     """Bytes for each parameter of the moving average of the weights; 0 without one."""
     return 0 if optimizer.ema_decay is None else {"fp32": 4, "bf16": 2}[optimizer.ema_dtype]

@@ -22,6 +22,7 @@ UPDATE_STEP = tl.constexpr(random_rounding.UPDATE_STEP)
 FIRST_FACTOR = tl.constexpr(random_rounding.FIRST_FACTOR)
 SECOND_FACTOR = tl.constexpr(random_rounding.SECOND_FACTOR)
 LOW_HALF = tl.constexpr(random_rounding.LOW_HALF)
+NAN_HALF = tl.constexpr(random_rounding.NAN_HALF)
 
 
 @triton.jit
@@ -36,6 +37,7 @@ def rounded_at_random(values, weights, positions, update):
     x ^= x >> 16
     # Rounding by the carry of an integer sum: a cast would round to nearest.
     half = (values.to(tl.uint32, bitcast=True) + (x & LOW_HALF)) >> 16
+    half = tl.where(values == values, half, NAN_HALF)  # the carry could leave the exponent of a NaN
     return half.to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 # (Wellons 2018, "Prospecting for hash functions").
 POSITION_STEP, UPDATE_STEP = 0x9E3779B9, 0x85EBCA6B
 FIRST_FACTOR, SECOND_FACTOR = 0x7FEB352D, 0x846CA68B
-WORD, LOW_HALF = 0xFFFFFFFF, 0xFFFF
+WORD, LOW_HALF, NAN_HALF = 0xFFFFFFFF, 0xFFFF, 0x7FC0
 
 
 def round_at_random(values: Tensor, of_element: Tensor, first: int, update: int) -> Tensor:
@@ -38,4 +38,5 @@ def round_at_random(values: Tensor, of_element: Tensor, first: int, update: int)
     # Added below the last bit that stays, random bits carry into it as often as the value lies above it. This is
     # rounding of the magnitude; the sign is a bit of its own.
     bits = values.contiguous().view(torch.int32).to(torch.int64) + (x & LOW_HALF)
-    return (bits >> 16).to(torch.int16).view(torch.bfloat16)
+    halves = torch.where(values.isnan(), NAN_HALF, bits >> 16)  # the carry could leave the exponent of a NaN
+    return halves.to(torch.int16).view(torch.bfloat16)

@@ -108,11 +108,15 @@ def max_logits(query: Tensor, key: Tensor, mask: Optional[Tensor], scale: float)
     """
     query, key = query.float(), key.float().repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     positions = torch.arange(key.shape[2], device=key.device)
+    keys = key.transpose(-1, -2)
     largest = query.new_full((query.shape[1],), -torch.inf)
     for first in range(0, query.shape[2], QUERIES_AT_ONCE):
         block = slice(first, first + QUERIES_AT_ONCE)
-        scores = query[:, :, block] @ key.transpose(-1, -2)
-        visible = positions <= positions[block, None] if mask is None else mask[..., block, :]
+        if mask is None:  # keys after the block are not visible
+            scores = query[:, :, block] @ keys[..., : block.stop]
+            visible = positions[: block.stop] <= positions[block, None]
+        else:
+            scores, visible = query[:, :, block] @ keys, mask[..., block, :]
         largest = torch.maximum(largest, scores.masked_fill(~visible, -torch.inf).amax(dim=(0, 2, 3)))
     return largest * scale
 

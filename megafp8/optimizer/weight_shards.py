@@ -12,6 +12,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import to_local_if_dtensor
 from torch import Tensor
 
+from megafp8.mcore.fsdp_groups import fsdp_modules
 from megafp8.mcore.process_groups import gather_weights
 from megafp8.optimizer.tensor_table import get_model_weight, weights_of_group
 
@@ -89,7 +90,8 @@ def share_weights(
             quantize_param_shard(weights, values, *others, part.data_parallel_group)
     for ownership in getattr(optimizer, "ownerships", ()):
         ownership.share()  # Muon's
-    if (
-        flat_parts and not is_overlapped
-    ):  # FSDP2 gathers rows before each use, and other optimizers update complete weights
+    for module in (module for chunk in chunks for module in fsdp_modules(chunk)):
+        module.reshard()  # drops what was gathered and kept (`--torch-fsdp2-no-reshard-after-forward`)
+    # FSDP2 gathers rows before each use, and other optimizers update complete weights.
+    if flat_parts and not is_overlapped:
         gather_weights(chunks)

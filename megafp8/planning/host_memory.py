@@ -50,6 +50,9 @@ def checkpoint_memory(
         state_bytes = 0
     elif is_muon(config):
         state_bytes = estimate.optimizer_bytes
+    if config.checkpoint.no_save_optim or not is_muon(config):  # the estimate has the moving average
+        updated = updated_parameters(config, world_size, estimate.parameters, experts)
+        state_bytes += derived.ema_bytes(config.optimizer) * updated
     copied_bytes = state_bytes if config.optimizer.use_precision_aware_optimizer else 0
     copied_bytes += weights_bytes if config.precision.fp8_param_gather else 0
     largest_bytes = largest_tensor_bytes(config, padded_vocab)

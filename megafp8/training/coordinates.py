@@ -8,6 +8,7 @@ positions, and soon exceeds the noise of the initial weights. In uniform tokens 
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from megafp8.checkpoint.progress import Progress
 from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.schema import RunConfig
 from megafp8.device.platform import detect_platform
+from megafp8.errors import NumericsError
 from megafp8.metrics.layer_statistics import root_mean_square
 from megafp8.training.setup import build_training_run
 from megafp8.training.step import train_step
@@ -30,7 +32,8 @@ def measure_coordinates(config: RunConfig, implementation: LayerBackend, num_ste
     """Train a model on one device and return the sizes of each step before its update.
 
     The activations are the output of the embedding, of the last layer Q*K as the softmax gets it, the outputs of
-    attention, MLP and the layer itself, and the logits. Sizes are computed in FP32.
+    attention, MLP and the layer itself, and the logits. Sizes are computed in FP32; from where a model diverges, they
+    are NaN.
     """
     platform = detect_platform(config.parallel.distributed_backend)
     run = build_training_run(config, platform, implementation, has_data=False)
@@ -39,7 +42,10 @@ def measure_coordinates(config: RunConfig, implementation: LayerBackend, num_ste
     batches = itertools.repeat(repeated_batch(config))
     first, sizes = dict[str, Tensor](), list[Sizes]()
     for step in range(num_steps):
-        train_step(run, batches, Progress(step))
+        try:
+            train_step(run, batches, Progress(step))
+        except NumericsError:  # it diverged, as a wide model in standard parametrization may
+            return sizes + [dict.fromkeys(activations, (math.nan, math.nan))] * (num_steps - step)
         first = first or dict(activations)
         sizes.append({name: (size(each), size(each - first[name])) for name, each in activations.items()})
     return sizes

@@ -137,7 +137,6 @@ def evaluation_mode(run: Run, has_ema: bool = False) -> Iterator[None]:
     """
     chunks = run.training_state.chunks
     ema = run.training_state.weight_ema if has_ema else None
-    received = [(counter, counter.received_bytes) for part in run.parts for counter in part.byte_counters()]
     has_hooks = run.config.parallel.overlap_param_gather
     finish_param_gather(run.config, run.training_state)  # megatron-core's own leaves stale transposes of FP8 weights
     for chunk in chunks:
@@ -152,6 +151,7 @@ def evaluation_mode(run: Run, has_ema: bool = False) -> Iterator[None]:
             part.begin_evaluation()
         if ema is not None:
             run.training_state.wait_for_copies()  # a background save may still read the weights
+            received = [(counter, counter.received_bytes) for part in run.parts for counter in part.byte_counters()]
             saved = ema.write_to_model()
         with torch.no_grad():
             yield

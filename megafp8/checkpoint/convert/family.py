@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -216,7 +217,8 @@ def comparable(config: RunConfig) -> RunConfig:
     These are a scale of Q*K that follows from the width of a head, and the width of dense layers where none is dense.
     """
     explicit = with_explicit_values(config)
-    if explicit.model.softmax_scale == dimensions.kv_channels(config.model) ** -0.5:
+    scale = explicit.model.softmax_scale  # that of muP may be another by its rounding
+    if scale is not None and math.isclose(scale, dimensions.kv_channels(config.model) ** -0.5, rel_tol=1e-12):
         explicit = with_values(explicit, {"model.softmax_scale": None})
     if all(mixture.expert_layers(config.model)):
         explicit = with_values(explicit, {"model.ffn_hidden_size": None})

@@ -110,7 +110,7 @@ def logits_are_measured_by_the_kernel(config: RunConfig, world_size: int) -> Ite
     """Transformer Engine measures logits in cuDNN's kernels of BF16 and in its own unfused attention."""
     if not derived.measures_attention_logits(config):
         return
-    flag, precision = "--qk-clip" if config.optimizer.qk_clip else "--log-max-attention-logit", config.precision
+    flag, precision = derived.logits_flag(config), config.precision
     if precision.fp8_dot_product_attention:
         yield f"{flag} with --fp8-dot-product-attention: no kernel of FP8 attention measures logits; remove one"
     if precision.attention_backend == "flash":

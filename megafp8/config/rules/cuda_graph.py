@@ -88,7 +88,7 @@ def _kernel_problems(config: RunConfig) -> Checks:
     )
     yield (
         derived.measures_attention_logits(config),
-        "--qk-clip" if config.optimizer.qk_clip else "--log-max-attention-logit",
+        derived.logits_flag(config),
         "megatron-core collects the logits of microbatches outside the graph",
         NO_GRAPH,
     )

@@ -22,7 +22,7 @@ def learning_rate_is_given(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def learning_rate_is_the_peak(config: RunConfig, world_size: int) -> Iterator[str]:
     """The schedule starts and ends no higher than its peak."""
-    optimizer, width = config.optimizer, width_multiplier(config.model)
+    optimizer, width = config.optimizer, max(1.0, width_multiplier(config.model))
     of_matrices = None if optimizer.lr is None else optimizer.lr / width
     init_peak = "--lr" if width == 1 else f"--lr / {width:g} (of matrices with --use-mup) ="
     for end_flag, end, peak_flag, peak in (
@@ -212,6 +212,18 @@ def average_is_of_fp32_weights(config: RunConfig, world_size: int) -> Iterator[s
             "--ema-decay with --use-precision-aware-optimizer and --fp8-param-gather under delayed scaling: Adam keeps "
             "the FP32 weights and casts them itself, so that no average could be validated; remove one of them"
         )
+
+
+def average_is_updated(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The moving average has an update within the run, and --eval-ema has validations."""
+    optimizer, training = config.optimizer, config.training
+    if optimizer.ema_decay is None:
+        return
+    steps, interval = training.train_iters, optimizer.ema_interval
+    if steps is not None and 0 < steps < interval:
+        yield f"--ema-interval {interval} is above the {steps} steps of the run (--train-iters): give at most {steps}"
+    if training.eval_ema and training.eval_iters == 0:
+        yield "--eval-ema with --eval-iters 0, which leaves out all validations: remove one of them"
 
 
 def schedule_samples(config: RunConfig, world_size: int) -> Optional[int]:

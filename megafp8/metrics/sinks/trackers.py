@@ -314,7 +314,7 @@ def scalars(record: ScalarRecord, *, with_memory: bool = True, with_timers: bool
         "mfu": record.mfu_fraction,
         "loss-scale": record.loss_scale,
         "num-zeros": record.num_zeros_in_grad,
-        "max-attention-logit": record.max_attention_logit,
+        "max_attention_logit": record.max_attention_logit,
         "clipped-heads": record.num_clipped_heads,
         "params-norm": record.params_norm,
         "param-gather-bytes": record.param_gather_bytes,

@@ -116,21 +116,25 @@ class StatisticsCollector:
         assert config.logging.fp8_log_interval is not None
         self.run, self.interval = run, config.logging.fp8_log_interval
         self.health = HealthMonitor(config, world_size, run.warmup_steps, machine_problems)
-        self.precision: Optional[PrecisionConfig] = None
+        self.set_precision(precision_at(config.precision, 1))
         self.is_collecting = False
 
     def is_due(self, step: int) -> bool:
         """Whether a step is a statistics step: on the interval, and quantized under `--fp8-schedule`."""
         return step % self.interval == 0 and is_quantized_at(self.run.config.precision, step)
 
+    def set_precision(self, precision: PrecisionConfig) -> None:
+        """Observe the linears that quantize in a phase of `--fp8-schedule`."""
+        self.precision = precision
+        self.plan = build_statistics_plan(dataclasses.replace(self.run.config, precision=precision))
+        self.linears = find_linears(unwrap_model(self.run.training_state.chunks), self.plan.recipes)
+        self.statistics = StepStatistics(self)
+
     def start(self, step: int, consumed_samples: int) -> StepHooks:
         """Start a statistics step, the one after so many samples, whose forward-backward is to be observed."""
         precision = precision_at(self.run.config.precision, step)
-        if precision != self.precision:  # the first step, or the first of a phase, which quantizes other linears
-            self.precision = precision
-            self.plan = build_statistics_plan(dataclasses.replace(self.run.config, precision=precision))
-            self.linears = find_linears(unwrap_model(self.run.training_state.chunks), self.plan.recipes)
-            self.statistics = StepStatistics(self)
+        if precision != self.precision:
+            self.set_precision(precision)
         self.is_collecting = True
         self.statistics.begin(self.run.batch_size_at(consumed_samples))
         return StepHooks(self.statistics.attached, self.statistics.generator, self.statistics.restart)

@@ -165,6 +165,11 @@ EXAMPLES = {
         1,
         "--fp8-guard smooth-swiglu: the inputs of linear_fc2 in all layers are in high precision",
     ),
+    "average_is_updated": (
+        {"optimizer.ema_decay": 0.9, "optimizer.ema_interval": 1000},
+        1,
+        "--ema-interval 1000 is above the 100 steps of the run",
+    ),
     "spikes_are_detectable": (
         {"training.spike_policy": "skip", "training.max_skipped_steps": 1, "training.spike_window": 16},
         1,

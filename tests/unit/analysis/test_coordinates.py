@@ -12,7 +12,7 @@ from megafp8.analysis.coordinates import (
     FLAT,
     GROWS,
     MUP,
-    NOT_FINITE,
+    NO_SLOPE,
     SHRINKS,
     STANDARD,
     UNDECIDED,
@@ -41,21 +41,26 @@ def rows(parametrization: str, exponents: Sequence[float], initial: float = 0.0)
     ("exponents", "initial", "verdict"),
     [
         ((0.01, -0.02, 0.03), 0.0, FLAT),
-        ((0.01, -0.02, 0.03), -0.5, FLAT),  # the initial logits of muP
         ((0.01, -0.02, 0.03), 0.5, GROWS),
         ((0.95, 1.0, 1.05), 0.0, GROWS),
         ((-0.45, -0.5, -0.55), 0.0, SHRINKS),
         ((-0.6, 0.0, 0.6), 0.0, UNDECIDED),
         ((0.0,), 0.0, UNDECIDED),
-        ((0.0, math.nan, 0.0), 0.0, NOT_FINITE),
+        ((0.0, math.nan, 0.0), 0.0, NO_SLOPE),
     ],
 )
 def test_verdicts(exponents: Sequence[float], initial: float, verdict: str) -> None:
     for slope in fit_slopes(rows(MUP, exponents, initial)):
         assert slope.verdict == verdict
-        if verdict != NOT_FINITE:
+        if verdict != NO_SLOPE:
             assert slope.change.mean == pytest.approx(sum(exponents) / len(exponents))
             assert slope.size.mean == pytest.approx(initial)
+
+
+def test_initial_sizes_may_shrink_in_logits_only() -> None:
+    """Those of muP vanish in the limit."""
+    verdicts = {slope.activation: slope.verdict for slope in fit_slopes(rows(MUP, (0.01, -0.02, 0.03), -0.5))}
+    assert verdicts == {"embedding": SHRINKS, "logits": FLAT}
 
 
 def test_table_and_lines() -> None:
@@ -71,6 +76,6 @@ def test_table_and_lines() -> None:
 
 def test_the_figure_has_a_panel_for_each_activation_and_parametrization(tmp_path: Path) -> None:
     figure = plot_coordinates([*rows(STANDARD, (1.0, 1.1)), *rows(MUP, (0.0, 0.1))], "bf16")
-    assert [axes.get_title("left") for axes in figure.axes] == ["embedding", "logits"] * 2
+    assert [axes.get_title("left") for axes in figure.axes] == ["embedding", "logits", "", ""]
     assert all([line.get_label() for line in axes.lines] == ["step 1", "step 2"] for axes in figure.axes)
     assert save_figure(figure, tmp_path / "bf16.svg").stat().st_size > 1000

@@ -92,6 +92,11 @@ def test_random_bits_depend_on_position_update_and_element() -> None:
         assert abs((drawn == other).float().mean() - 0.5) <= 5 * 0.5 / math.sqrt(1 << 16)
 
 
+def test_every_nan_stays_one() -> None:
+    bits = torch.tensor([0x7FFFFFFF, 0x7F800001, 0x7FC00000, -1], dtype=torch.int32).repeat(1000)
+    assert round_at_random(bits.view(torch.float32), torch.arange(4000.0), 0, 1).isnan().all()
+
+
 def test_zeros_and_infinities_stay() -> None:
     values = torch.tensor([0.0, -0.0, math.inf, -math.inf]).repeat(1000)
     rounded = round_at_random(values, torch.ones(4000), 0, 1)
