@@ -137,6 +137,8 @@ def evaluation_mode(run: Run, has_ema: bool = False) -> Iterator[None]:
     """
     chunks = run.training_state.chunks
     ema = run.training_state.weight_ema if has_ema else None
+    counters = [] if ema is None else [counter for part in run.parts for counter in part.byte_counters()]
+    received = [counter.received_bytes for counter in counters]
     has_hooks = run.config.parallel.overlap_param_gather
     finish_param_gather(run.config, run.training_state)  # megatron-core's own leaves stale transposes of FP8 weights
     for chunk in chunks:
@@ -151,7 +153,6 @@ def evaluation_mode(run: Run, has_ema: bool = False) -> Iterator[None]:
             part.begin_evaluation()
         if ema is not None:
             run.training_state.wait_for_copies()  # a background save may still read the weights
-            received = [(counter, counter.received_bytes) for part in run.parts for counter in part.byte_counters()]
             saved = ema.write_to_model()
         with torch.no_grad():
             yield
@@ -168,7 +169,7 @@ def evaluation_mode(run: Run, has_ema: bool = False) -> Iterator[None]:
     # take part.
     if ema is not None:
         ema.restore_model(saved)
-        for counter, num_bytes in received:
+        for counter, num_bytes in zip(counters, received, strict=True):
             counter.received_bytes = num_bytes  # gathers of the average are those of no step
 
 
