@@ -17,7 +17,6 @@ status: 0, also if something grows; 64 for wrong flags.
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -132,10 +131,9 @@ def measure(words: Sequence[str], num_steps: int) -> list[Sizes]:
 
 def start_method() -> str:
     """How a process starts: forked where it can be, which imports everything once, but CUDA does not outlive a fork."""
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asks the driver without initializing CUDA
-    import torch
+    from megafp8.device.platform import has_cuda_device
 
-    if torch.cuda.is_available():
+    if has_cuda_device():
         return "spawn"
     install_patches()
     import megafp8.training.coordinates  # noqa: F401

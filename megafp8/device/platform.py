@@ -126,6 +126,12 @@ def detect_platform(distributed_backend: Optional[str] = None) -> Platform:
     return Platform("cpu", torch.device("cpu"), cpu_name(), distributed_backend or "gloo")
 
 
+def has_cuda_device() -> bool:
+    """Whether there is a GPU. CUDA is not initialized, so that processes may be forked afterwards."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    return torch.cuda.is_available()
+
+
 def rank() -> int:
     """Rank of this process; 0 without a launcher."""
     return int(os.environ.get("RANK", 0))
