@@ -79,7 +79,7 @@ PLAIN_MODEL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "activation_func_clamp_value": (None,), "glu_linear_offset": (0.0,), "fp32_residual_connection": (False,),
         "hybrid_override_pattern": (None,), "hybrid_layer_pattern": (None,), "is_hybrid_model": (False,),
         "heterogeneous_layers_config_path": (None,), "heterogeneous_layers_config_encoded_json": (None,),
-        "attention_output_gate": (False,), "experimental_attention_variant": (None,), "qk_clip": (False,),
+        "attention_output_gate": (False,), "experimental_attention_variant": (None,),
         "linear_attention_freq": (None, 0), "mrope_section": (None,), "use_mup": (False,), "spec": (None, ["local"]),
     }
 )  # fmt: skip

@@ -244,10 +244,10 @@ def test_every_translated_field_has_an_owner() -> None:
 
 def test_all_wrong_overrides_are_reported_together() -> None:
     with pytest.raises(ConfigError) as caught:
-        transformer(overridden("transformer.no_such_field=1", "transformer.qk_clip_alpha=wide", "ddp.nothing=1"))
+        transformer(overridden("transformer.no_such_field=1", "transformer.mamba_state_dim=wide", "ddp.nothing=1"))
     assert len(caught.value.problems) == 2, "ddp is another section"
     assert "has no field no_such_field" in caught.value.problems[0]
-    assert "transformer.qk_clip_alpha=wide: 'wide' is not of type" in caught.value.problems[1]
+    assert "transformer.mamba_state_dim=wide: 'wide' is not of type" in caught.value.problems[1]
     with pytest.raises(ConfigError, match="DistributedDataParallelConfig has no field nothing"):
         build_ddp_config(overridden("ddp.nothing=1"))
 
