@@ -110,6 +110,7 @@ ARGUMENTS = {
     "tools/checkpoint.py": ["verify {}"],
     "tools/compare_runs.py": ["{}", "run --output-dir {}"],
     "tools/convert_checkpoint.py": ["to-hf {} out", "to-hf run {}", "from-hf {} out", "to-hf a b --vocab-file {}"],
+    "tools/coordinate_check.py": ["--output-dir {}"],
     "tools/doctor.py": ["--folder {}"],
     "tools/evaluate.py": ["--load {}"],
     "tools/generate_text.py": ["--load {}", "--load run --prompt-file {}", "--load run --merge-file {}"],
