@@ -89,7 +89,7 @@ def test_faults_are_noticed_and_a_second_call_repeats_no_run(
     assert table.endswith(capfd.readouterr().out), "the first call also prepares the text"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_at_the_default_interval_a_gradual_fault_is_noticed_50_steps_early_and_repaired_within_1_percent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
