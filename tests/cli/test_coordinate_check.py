@@ -45,6 +45,12 @@ def read_row(row: dict[str, str]) -> Coordinate:
     return Coordinate(recipe, parametrization, int(seed), int(width), int(step), activation, float(size), float(change))
 
 
+def test_the_table_of_an_earlier_check_stays(tmp_path: Path) -> None:
+    (tmp_path / "coordinates.csv").touch()
+    with pytest.raises(ConfigError, match="coordinates.csv is there: give another --output-dir"):
+        plan(build_parser().parse_args(["--output-dir", str(tmp_path)]))
+
+
 def planned(words: str) -> dict[tuple[str, str, int, int], RunConfig]:
     models = plan(build_parser().parse_args(words.split()))
     return {key: flags.parse_with_problems(words)[0].config for key, words in models.items()}
@@ -74,6 +80,8 @@ def test_heads_may_grow_instead_of_their_number() -> None:
         ("-- --hidden-size 64", "--hidden-size after --: set by the check"),
         ("-- --num-experts 4", "--num-experts is not supported with --use-mup"),
         ("--widths 48 96", "--widths 48: no multiple of 32"),
+        ("--widths 0 64", "--widths 0: must be at least 1"),
+        ("-- --mup-base-head-dim 7", "--mup-base-head-dim after --: set by the check"),
     ],
 )
 def test_wrong_flags(words: str, problem: str) -> None:
