@@ -18,8 +18,8 @@ from torch import Tensor
 from megafp8.checkpoint.optimizer_state import join_master_weight, leaf_by_weight, leaf_name, sharded_boxes
 from megafp8.checkpoint.progress import TrainingState
 from megafp8.optimizer.layer_wise import LayerWiseOptimizer
+from megafp8.optimizer.tensor_table import flat
 from megafp8.optimizer.weight_ema import MeanShard, WeightEma
-from megafp8.optimizer.weight_shards import flat
 
 KEY, NUM_UPDATES, SHARDS = "weight_ema", "num_updates", "shards"
 STATE = "ema"

@@ -84,15 +84,16 @@ def weights_of_group(part: MegatronOptimizer, group_index: int) -> list[tuple[to
 
 def build_fsdp_row(part: MegatronOptimizer, weight: DTensor, master: DTensor) -> ParameterRow:
     """Build the row of one parameter of which FSDP2 keeps rows on this rank. `master` is `weight` in FP32."""
-
-    def rows(tensor: Tensor) -> Tensor:
-        return to_local_if_dtensor(tensor.detach()).view(-1)
-
     state = get_state(part.optimizer, master)
     return ParameterRow(
-        grad=rows(weight.main_grad), master=rows(master), exp_avg=rows(state["exp_avg"]),
-        exp_avg_sq=rows(state["exp_avg_sq"]), model=None if weight is master else rows(weight),
+        grad=flat(weight.main_grad), master=flat(master), exp_avg=flat(state["exp_avg"]),
+        exp_avg_sq=flat(state["exp_avg_sq"]), model=None if weight is master else flat(weight),
     )  # fmt: skip
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """A tensor's elements on this rank in one dimension, with the same memory."""
+    return to_local_if_dtensor(tensor.detach()).view(-1)
 
 
 def build_row(part: DistributedOptimizer, model_param: torch.nn.Parameter, shard: Tensor) -> ParameterRow:

@@ -28,7 +28,8 @@ from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor
 
 from megafp8.kernels.random_rounding import round_at_random
-from megafp8.optimizer.weight_shards import WeightShard, build_shards, flat, share_weights
+from megafp8.optimizer.tensor_table import flat
+from megafp8.optimizer.weight_shards import WeightShard, build_shards, share_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -9,12 +9,11 @@ from typing import Any, Optional
 import torch
 from megatron.core.fp8_utils import is_float8tensor, quantize_param_shard
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.utils import to_local_if_dtensor
 from torch import Tensor
 
 from megafp8.mcore.fsdp_groups import fsdp_modules
 from megafp8.mcore.process_groups import gather_weights
-from megafp8.optimizer.tensor_table import get_model_weight, weights_of_group
+from megafp8.optimizer.tensor_table import flat, get_model_weight, weights_of_group
 
 
 @dataclass(frozen=True)
@@ -52,11 +51,6 @@ class WeightShard:
             model_weight = get_model_weight(self.part, self.weight, self.key)
             return flat(self.key if model_weight is None else model_weight)
         return flat(self.weight)
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """A tensor's elements on this rank in one dimension, with the same memory."""
-    return to_local_if_dtensor(tensor.detach()).view(-1)
 
 
 def build_shards(optimizer: Any) -> Iterator[WeightShard]:
