@@ -43,17 +43,17 @@ class QkClip:
         self.is_overlapped = any(chunk.ddp_config.overlap_param_gather for chunk in chunks)
 
     @torch.no_grad()
-    def clip(self, attentions: Sequence[Any], logits: Sequence[Tensor]) -> int:
-        """Multiply the weights; all ranks call it if a logit of any is above the threshold.
+    def clip(self, attentions: Sequence[Any], logits: Sequence[Tensor]) -> Tensor:
+        """Multiply the weights of this rank. If any rank has one above the threshold, all call `share` afterwards.
 
         Args:
             attentions: megatron-core's attention layers of this rank.
             logits: FP32 (heads,), the largest of each layer, reduced over the ranks that have other data.
 
         Returns:
-            The number of groups of heads that were clipped, on all ranks.
+            The number of groups of heads that were clipped on this rank, int64.
         """
-        num_clipped = torch.zeros((), dtype=torch.int64, device=logits[0].device if logits else None)
+        num_clipped = torch.zeros((), dtype=torch.int64, device=logits[0].device)
         for attention, largest in zip(attentions, logits, strict=True):
             of_keys = largest.view(num_keys(attention), -1).amax(dim=1)
             eta = torch.where(of_keys > self.threshold, self.threshold / of_keys, 1.0)
@@ -68,9 +68,11 @@ class QkClip:
                 stored = shard.stored()
                 if stored is not None and stored.data_ptr() != master.data_ptr():
                     stored.copy_(master)
+        return num_clipped
+
+    def share(self) -> None:
+        """Let every rank have the weights that the others have clipped."""
         share_weights(self.optimizer, self.chunks, {}, is_overlapped=self.is_overlapped)
-        dist.all_reduce(num_clipped)
-        return int(num_clipped) // dist.get_world_size(data_group())
 
 
 def data_group() -> dist.ProcessGroup:

@@ -15,6 +15,7 @@ from typing import Any, Optional
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.attention import Attention
 from torch import Tensor
 
 from megafp8.checkpoint.progress import Progress, TrainingState
@@ -260,33 +261,41 @@ class AttentionLogits(StepPart):
 
     def __init__(self, chunks: Sequence[Any], device: torch.device, qk_clip: Optional[QkClip] = None):
         modules = (module for chunk in chunks for module in chunk.modules())
-        kernel = "core_attention"
-        self.attentions = [each for each in modules if hasattr(getattr(each, kernel, None), "current_max_attn_logits")]
+        self.attentions = [module for module in modules if isinstance(module, Attention)]
         self.device, self.qk_clip, self.num_clipped = device, qk_clip, 0
+        self.largest: Optional[float] = None
 
     def begin(self, progress: Progress) -> None:
-        self.num_clipped = 0
+        self.num_clipped, self.largest = 0, None
         for attention in self.attentions:
             attention.core_attention.current_max_attn_logits = None
 
     def after_update(self, progress: Progress) -> None:
-        if self.qk_clip is None or self.largest() <= self.qk_clip.threshold:
+        if self.qk_clip is None or self.reduce_largest() <= self.qk_clip.threshold:
             return
-        logits = [each.core_attention.current_max_attn_logits.detach().float() for each in self.attentions]
-        for each in logits:
-            dist.all_reduce(each, op=dist.ReduceOp.MAX, group=data_group())
-        self.num_clipped = self.qk_clip.clip(self.attentions, logits)
+        num_clipped = torch.zeros((), dtype=torch.int64, device=self.device)
+        if self.attentions:
+            logits = [each.core_attention.current_max_attn_logits.detach().float() for each in self.attentions]
+            of_all_data = torch.cat(logits)
+            dist.all_reduce(of_all_data, op=dist.ReduceOp.MAX, group=data_group())
+            num_clipped += self.qk_clip.clip(self.attentions, of_all_data.split([len(each) for each in logits]))
+        self.qk_clip.share()
+        dist.all_reduce(num_clipped)
+        self.num_clipped = int(num_clipped) // dist.get_world_size(data_group())
 
-    def largest(self) -> float:
-        """The largest logit of all ranks; all ranks call it."""
-        largest = torch.full((), -torch.inf, device=self.device)
-        for attention in self.attentions:
-            largest = torch.maximum(largest, attention.core_attention.current_max_attn_logits.max().detach().float())
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        return float(largest)
+    def reduce_largest(self) -> float:
+        """The largest logit of all ranks, reduced once a step; all ranks call it."""
+        if self.largest is None:
+            largest = torch.full((), -torch.inf, device=self.device)
+            for attention in self.attentions:
+                logits = attention.core_attention.current_max_attn_logits
+                largest = torch.maximum(largest, logits.max().detach().float())
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+            self.largest = float(largest)
+        return self.largest
 
     def metrics(self, progress: Progress, totals: StepTotals) -> Mapping[str, Any]:
-        found: dict[str, Any] = {"max_attention_logit": self.largest()}
+        found: dict[str, Any] = {"max_attention_logit": self.reduce_largest()}
         for attention in self.attentions:
             attention.core_attention.current_max_attn_logits = None  # in megatron-core 0.16 it holds a graph
         return found if self.qk_clip is None else found | {"num_clipped_heads": self.num_clipped}
