@@ -230,7 +230,7 @@ class EmulatedLinearMixin:
         if recipe is not None:
             self.recipe = recipe
         if self.amax_exchange is not None:
-            self.quantizer_state.is_updated = recipe is not None and recipe.delayed is not None
+            self.amax_exchange.set_updated(self.quantizer_state, recipe is not None and recipe.delayed is not None)
 
     def move_to_high_precision(self) -> None:
         """Quantize no GEMM from now on. The state of the recipe stays in checkpoints, unchanged. Not within a step."""

@@ -251,7 +251,7 @@ def set_precision(chunk: torch.nn.Module, quantized: Collection[str]) -> None:
         experts = mixture.experts
         experts.is_quantizing, experts.codes = f"{prefix}{LINEARS[0]}" in quantized, None
         for state in experts.quantizer_state.values():
-            state.is_updated = experts.is_quantizing
+            experts.exchange.set_updated(state, experts.is_quantizing)
 
 
 def grouped_weights(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:

@@ -211,6 +211,7 @@ class AmaxExchange:
 
     def __init__(self) -> None:
         self.states: list[DelayedState] = []
+        self.updated: list[DelayedState] = []  # those that updates wait for
         self.group: Optional[dist.ProcessGroup] = None
         self.observers: dict[DelayedState, Callable[[slice], None]] = {}
         self._ran: dict[str, set[int]] = {"forward": set(), "backward": set()}
@@ -222,6 +223,7 @@ class AmaxExchange:
             group: ranks over which amaxes are reduced, the same for all linears.
         """
         self.states.append(state)
+        self.updated.append(state)
         self.group = group
 
     def observe(self, state: DelayedState, observer: Callable[[slice], None]) -> None:
@@ -232,7 +234,13 @@ class AmaxExchange:
     def leave(self, state: DelayedState) -> None:
         """Remove a linear, which quantizes no more."""
         self.states = [each for each in self.states if each is not state]
+        self.updated = [each for each in self.updated if each is not state]
         self.observers.pop(state, None)
+
+    def set_updated(self, state: DelayedState, is_updated: bool) -> None:
+        """Let the updates of the others wait for a linear, or not while it runs without delayed scaling."""
+        state.is_updated = is_updated
+        self.updated = [each for each in self.states if each.is_updated]
 
     def forward_ran(self, state: DelayedState) -> None:
         """A linear has quantized its input and weight."""
@@ -257,12 +265,11 @@ class AmaxExchange:
         ran = self._ran[direction]
         assert id(state) not in ran, f"a linear ran {direction} twice before another one of its chunk ran at all"
         ran.add(id(state))
-        updated = [each for each in self.states if each.is_updated]
-        if len(ran) == len(updated):
+        if len(ran) == len(self.updated):
             ran.clear()
-            for observer in (self.observers[each] for each in updated if each in self.observers):
+            for observer in (self.observers[each] for each in self.updated if each in self.observers):
                 observer(operands)
-            reduce_and_update_scales(updated, operands, self.group)
+            reduce_and_update_scales(self.updated, operands, self.group)
 
 
 @torch.no_grad()
