@@ -1,0 +1,49 @@
+"""QK-clip and muP with Transformer Engine's layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from requirements import require_transformer_engine
+
+pytestmark = pytest.mark.gpu
+require_transformer_engine()
+
+from gpu_runs import RECIPES, gap_to_emulated, gpu_run, unbroken_and_resumed
+from small_run import step_results
+
+CLIP = "--qk-clip --qk-clip-threshold {} --qk-clip-alpha 0.3 --cuda-graph-impl none"
+FROZEN = "--num-layers 1 --lr 1e-20 --min-lr 0 --weight-decay 0"
+GATHERED = f"{RECIPES['tensorwise']} --fp8-param-gather"
+LATENT = (
+    "--multi-latent-attention --q-lora-rank 64 --kv-lora-rank 64 --qk-head-dim 64 --qk-pos-emb-head-dim 32 "
+    "--v-head-dim 64 --rope-type rope"
+)
+
+
+def logits(flags: str, num_steps: int) -> list[tuple[float, int]]:
+    """The largest logit and the number of clipped heads of each step; all of the same samples."""
+    with gpu_run(f"{FROZEN} {flags}") as run:
+        results = [result for _ in range(num_steps) for result in step_results(run, 1)]
+    return [(result.metrics["max_attention_logit"], result.metrics["num_clipped_heads"]) for result in results]
+
+
+@pytest.mark.parametrize("flags", [RECIPES["bf16"], GATHERED, RECIPES["delayed"], LATENT])
+def test_the_same_tokens_have_the_threshold_afterwards(flags: str) -> None:
+    ((largest, none),) = logits(f"{flags} {CLIP.format(1e6)}", 1)
+    (first, number), (second, _) = logits(f"{flags} {CLIP.format(largest / 2)}", 2)
+    assert none == 0 and number > 0 and first == largest
+    # Weights are rounded to BF16 or FP8 again, and scales follow them.
+    assert second == pytest.approx(largest / 2, rel=2e-2 if flags in (RECIPES["bf16"], LATENT) else 0.1)
+
+
+@pytest.mark.parametrize("flags", ["", GATHERED, "--optimizer muon"])
+def test_resume_is_bit_equal(flags: str, tmp_path: Path) -> None:
+    unbroken, resumed = unbroken_and_resumed(f"{flags} {CLIP.format(0.05)}", 3, tmp_path)
+    assert unbroken == resumed
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_mup_follows_its_emulation(recipe: str) -> None:
+    assert gap_to_emulated(f"{RECIPES[recipe]} --use-mup --mup-base-hidden-size 64", 8) < 5e-3
