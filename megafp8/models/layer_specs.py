@@ -331,11 +331,12 @@ def grouped_mixture_spec(submodules: MoESubmodules, config: RunConfig) -> Module
     (choice,) = expert_choices(config)
     # One exchange for all layers that are built from the spec: on Transformer Engine those of a model chunk.
     arguments = {"recipe": build_linear_recipe(config.precision, choice), "exchange": AmaxExchange()}
-    if token_dispatcher(config) == "alltoall" and config.parallel.expert_model_parallel_size > 1:
+    dispatcher = token_dispatcher(config)
+    if dispatcher != PEER and config.parallel.expert_model_parallel_size > 1:
         submodules.experts = ModuleSpec(ExchangedExperts, arguments)
         return ModuleSpec(DispatchingLayer, {"sends_codes": config.parallel.moe_dispatch_in_fp8}, submodules)
     submodules.experts = ModuleSpec(GroupedExperts, arguments)
-    return ModuleSpec(PeerMoELayer if token_dispatcher(config) == PEER else GroupedMoELayer, {}, submodules)
+    return ModuleSpec(PeerMoELayer if dispatcher == PEER else GroupedMoELayer, {}, submodules)
 
 
 def torch_attention(config: RunConfig) -> ModuleSpec:

@@ -36,6 +36,7 @@ OF_EXPERTS = {
 }  # fmt: skip
 KERNELS = {
     "alltoall": "--moe-token-dispatcher-type alltoall",
+    "allgather": "--moe-token-dispatcher-type allgather",
     "peer launched": "--moe-token-dispatcher-type peer --cuda-graph-impl none",
     "peer graph": "--moe-token-dispatcher-type peer --cuda-graph-impl local --cuda-graph-warmup-steps 2",
 }
@@ -92,9 +93,10 @@ def losses(folder: Path, ends: dict[str, End], name: str) -> list[float]:
 
 @pytest.mark.parametrize("recipe", OF_EXPERTS)
 def test_peers_train_as_the_all_to_all_does(folder: Path, ends: dict[str, End], recipe: str) -> None:
-    exchanged, launched, graph = (losses(folder, ends, f"{recipe} {kernels}") for kernels in KERNELS)
-    print(f"\n{recipe}: {exchanged} {launched} {graph}")
+    exchanged, gathered, launched, graph = (losses(folder, ends, f"{recipe} {kernels}") for kernels in KERNELS)
+    print(f"\n{recipe}: {exchanged} {gathered} {launched} {graph}")
     assert len(graph) == STEPS and graph[-1] < graph[0]
+    assert gathered == pytest.approx(exchanged, rel=TOLERANCE[recipe])
     assert launched == pytest.approx(exchanged, rel=TOLERANCE[recipe])
     assert graph == launched
 

@@ -87,25 +87,18 @@ MODEL = (
 )
 
 
-def curve(
-    stacked: Optional[dict[str, Any]], sends_codes: bool = False, num_ranks: int = 2, dispatcher: str = "alltoall"
-) -> Curve:
-    """A run with linears, or with stacked experts that have some arguments."""
-    if stacked is not None:
+def curve(is_stacked: bool, flags: str = "", num_ranks: int = 2, dispatcher: str = "alltoall") -> Curve:
+    """A run with linears, or with stacked experts."""
+    model = MODEL.replace("--expert-model-parallel-size 2", f"--expert-model-parallel-size {num_ranks}")
+    config = small_config("llama", f"{model.replace('type alltoall', f'type {dispatcher}')} {flags}", num_ranks)
+    if is_stacked:
         original = layer_specs.mixture_spec
 
         def mixture_spec(*args: Any) -> ModuleSpec:
-            spec = original(*args)
-            if num_ranks == 1:
-                spec.submodules.experts = ModuleSpec(GroupedExperts, stacked)
-                return ModuleSpec(GroupedMoELayer, {}, spec.submodules)
-            spec.params = {"sends_codes": sends_codes}
-            spec.submodules.experts = ModuleSpec(ExchangedExperts, stacked)
-            return spec
+            return layer_specs.grouped_mixture_spec(original(*args).submodules, config)
 
         layer_specs.mixture_spec = mixture_spec
-    model = MODEL.replace("--expert-model-parallel-size 2", f"--expert-model-parallel-size {num_ranks}")
-    return curve_of(small_config("llama", model.replace("type alltoall", f"type {dispatcher}"), num_ranks), 3)
+    return curve_of(config, 3)
 
 
 on_cpu_ranks = pytest.mark.skipif(not IS_INTERPRETED, reason="ranks on a CPU")
@@ -115,16 +108,16 @@ on_cpu_ranks = pytest.mark.skipif(not IS_INTERPRETED, reason="ranks on a CPU")
 @pytest.mark.parametrize(("num_ranks", "dispatcher"), [(1, "alltoall"), (2, "alltoall"), (2, "allgather")])
 def test_a_run_is_that_of_linears(num_ranks: int, dispatcher: str) -> None:
     """With two ranks: dispatch, gradient buffers of experts, their reduction and the update."""
-    stacked, linears = (run_ranks(num_ranks, curve, params, False, num_ranks, dispatcher)[0] for params in ({}, None))
+    stacked, linears = (run_ranks(num_ranks, curve, each, "", num_ranks, dispatcher)[0] for each in (True, False))
     assert stacked.losses == pytest.approx(linears.losses, rel=1e-3)
     assert stacked.grad_norms == pytest.approx(linears.grad_norms, rel=1e-2)
 
 
 @on_cpu_ranks
 def test_codes_that_travel_are_those_of_the_experts() -> None:
+    recipe = "--transformer-impl emulated --fp8-format e4m3 --fp8-recipe tensorwise"
     codes, tokens, bf16 = (
-        run_ranks(2, curve, params, sends_codes)
-        for params, sends_codes in (({"recipe": TENSORWISE}, True), ({"recipe": TENSORWISE}, False), ({}, False))
+        run_ranks(2, curve, True, flags) for flags in (f"{recipe} --moe-dispatch-in-fp8", recipe, "")
     )
     assert codes == tokens
     assert codes[0].losses != bf16[0].losses and codes[0].losses == pytest.approx(bf16[0].losses, rel=1e-2)

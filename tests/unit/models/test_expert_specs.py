@@ -12,19 +12,21 @@ from megafp8.mcore.modules import mlp_submodules
 from megafp8.models import layer_specs
 from megafp8.models.dispatch import DispatchingLayer
 from megafp8.models.experts import PaddedExperts
-from megafp8.models.grouped_moe import ExchangedExperts, GroupedExperts, GroupedMoELayer
+from megafp8.models.grouped_moe import ExchangedExperts, GroupedExperts, GroupedMoELayer, PeerMoELayer
 from megafp8.quantization.delayed_scaling import AmaxExchange
 
 ROWWISE = "--model-preset mixtral-8x7b --bf16 --fp8-format e4m3 --fp8-recipe rowwise"
 TRITON = "--moe-expert-kernels triton"
-RANKS = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
+RANKS = "--expert-model-parallel-size 2 --moe-token-dispatcher-type"
 
 
 @pytest.mark.parametrize(
     ("extra", "on_cuda", "layer", "experts"),
     [
         (TRITON, True, GroupedMoELayer, GroupedExperts),
-        (f"{TRITON} {RANKS}", True, DispatchingLayer, ExchangedExperts),
+        (f"{TRITON} {RANKS} alltoall", True, DispatchingLayer, ExchangedExperts),
+        (f"{TRITON} {RANKS} allgather", True, DispatchingLayer, ExchangedExperts),
+        (f"{TRITON} {RANKS} peer", True, PeerMoELayer, GroupedExperts),
         (TRITON, False, DispatchingLayer, PaddedExperts),
         ("", True, DispatchingLayer, PaddedExperts),
     ],
