@@ -304,11 +304,6 @@ def attention_kernel_problems(config: RunConfig) -> list[str]:
             f"--attention-backend flash with --softmax-type {model.softmax_type}: FlashAttention has a plain "
             "softmax; use --attention-backend auto, fused or unfused"
         )
-    if derived.measures_attention_logits(config) and config.data.reset_attention_mask:
-        found.append(
-            f"{derived.logits_flag(config)} with --reset-attention-mask: the largest logit of packed documents has not "
-            "been tried with Transformer Engine; remove one, or use --transformer-impl emulated"
-        )
     if backend == "unfused" and ranks > 1:
         found.append(
             f"--attention-backend unfused with --context-parallel-size {ranks}: Transformer Engine's unfused attention "

@@ -408,7 +408,6 @@ def kernel_fields(config: RunConfig, implementation: LayerBackend, on_cuda: bool
         # `models.builder` sets it on each layer that supports it; set here, the output layer would require Apex.
         "gradient_accumulation_fusion": False,
         "deterministic_mode": precision.deterministic_mode,
-        "log_max_attention_logit": derived.measures_attention_logits(config),
     }
     if derived.uses_cuda_graph(config):
         fields |= full_iteration_graph_fields()

@@ -100,28 +100,6 @@ def explicit_attention(
     return (probabilities @ value).to(query.dtype)
 
 
-@torch.no_grad()
-def max_logits(query: Tensor, key: Tensor, mask: Optional[Tensor], scale: float) -> Tensor:
-    """The largest scaled product of a query of each head and a key that it attends to, FP32 (heads,).
-
-    Arguments as for `explicit_attention`, without a mask for causal attention. Blocks of queries bound the memory.
-    """
-    query, key = query.float(), key.float().repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    positions = torch.arange(key.shape[2], device=key.device)
-    keys = key.transpose(-1, -2)
-    largest = query.new_full((query.shape[1],), -torch.inf)
-    for first in range(0, query.shape[2], QUERIES_AT_ONCE):
-        block = slice(first, first + QUERIES_AT_ONCE)
-        if mask is None:  # keys after the block are not visible
-            scores = query[:, :, block] @ keys[..., : block.stop]
-            visible = positions[: block.stop] <= positions[block, None]
-        else:
-            scores, visible = query[:, :, block] @ keys, mask[..., block, :]
-        largest = torch.maximum(largest, scores.masked_fill(~visible, -torch.inf).amax(dim=(0, 2, 3)))
-    return largest * scale
-
-
-QUERIES_AT_ONCE = 1024
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -138,8 +116,6 @@ class CausalAttention(torch.nn.Module):
 
     Attributes:
         window: number of tokens before its own that a query attends to; None for all.
-        current_max_attn_logits: (heads,), with `--log-max-attention-logit` the largest logits of the forward passes in
-            training since it was None; megatron-core's name.
         softmax_offset: (heads,), the parameter of `--softmax-type learnable`, else None: logarithm of a term in the
             denominator of the softmax.
     """
@@ -171,8 +147,6 @@ class CausalAttention(torch.nn.Module):
         is_windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size[0] if is_windowed else None
         self.logit_softcapping = logit_softcapping
-        self.measures_logits = config.log_max_attention_logit
-        self.current_max_attn_logits: Optional[Tensor] = None
         self.is_unfused = is_unfused
         self.softmax_type = config.softmax_type
         self.softmax_offset = self.build_softmax_offset(config) if config.softmax_type == "learnable" else None
@@ -217,10 +191,6 @@ class CausalAttention(torch.nn.Module):
         forks = probability > 0 and not self.is_sequence_parallel
         fork = tensor_parallel.get_cuda_rng_tracker().fork() if forks else nullcontext()
         heads_first = [x.permute(1, 2, 0, 3) for x in (query, key, value)]
-        if self.measures_logits and self.training:
-            largest = max_logits(*heads_first[:2], mask, self.softmax_scale)
-            before = self.current_max_attn_logits
-            self.current_max_attn_logits = largest if before is None else torch.maximum(before, largest)
         with fork:
             output = self.attend(heads_first, mask, probability, is_last)
         return output.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)

@@ -43,7 +43,7 @@ class QkClip:
         self.is_overlapped = any(chunk.ddp_config.overlap_param_gather for chunk in chunks)
 
     @torch.no_grad()
-    def clip(self, attentions: Sequence[Any], logits: Sequence[Tensor]) -> Tensor:
+    def clip(self, attentions: Sequence[Any], logits: Sequence[Tensor], device: torch.device) -> Tensor:
         """Multiply the weights of this rank. If any rank has one above the threshold, all call `share` afterwards.
 
         Args:
@@ -53,7 +53,7 @@ class QkClip:
         Returns:
             The number of groups of heads that were clipped on this rank, int64.
         """
-        num_clipped = torch.zeros((), dtype=torch.int64, device=logits[0].device)
+        num_clipped = torch.zeros((), dtype=torch.int64, device=device)
         for attention, largest in zip(attentions, logits, strict=True):
             of_keys = largest.view(num_keys(attention), -1).amax(dim=1)
             eta = torch.where(of_keys > self.threshold, self.threshold / of_keys, 1.0)

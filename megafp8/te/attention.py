@@ -78,6 +78,8 @@ class DocumentAttention(TEDotProductAttention):
         ends, group = attention_mask, self.context_group
         if group.size() == 1:
             if ends is None:
+                # Transformer Engine does not see the strides of packed sequences.
+                query, key, value = (each.contiguous() for each in (query, key, value))
                 return super().forward(query, key, value, None, *rest, **options)
             return attend_packed(self.attend, query, key, value, ends)
         if ends is None:

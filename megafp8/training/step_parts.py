@@ -15,7 +15,6 @@ from typing import Any, Optional
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.transformer.attention import Attention
 from torch import Tensor
 
 from megafp8.checkpoint.progress import Progress, TrainingState
@@ -24,6 +23,7 @@ from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.mixture import PEER, is_mixture, token_dispatcher
 from megafp8.config.muon import is_layer_wise
 from megafp8.config.schema import RunConfig
+from megafp8.models.attention_logits import LargestLogits
 from megafp8.models.graph_room import GraphRoom
 from megafp8.models.grouped_moe import PeerMoELayer
 from megafp8.models.peer_exchange import load_room
@@ -253,32 +253,25 @@ class Fp8Gradients(StepPart):
 class AttentionLogits(StepPart):
     """Records the largest attention logit of a step, and clips the weights that made it too large.
 
-    Attention keeps the largest logit of each of its heads, over the microbatches of a step, where megatron-core's does.
-
     Args:
         qk_clip: None clips nothing.
     """
 
     def __init__(self, chunks: Sequence[Any], device: torch.device, qk_clip: Optional[QkClip] = None):
-        modules = (module for chunk in chunks for module in chunk.modules())
-        self.attentions = [module for module in modules if isinstance(module, Attention)]
+        self.logits = LargestLogits(chunks, device)
         self.device, self.qk_clip, self.num_clipped = device, qk_clip, 0
         self.largest: Optional[float] = None
 
     def begin(self, progress: Progress) -> None:
         self.num_clipped, self.largest = 0, None
-        for attention in self.attentions:
-            attention.core_attention.current_max_attn_logits = None
+        self.logits.clear()
 
     def after_update(self, progress: Progress) -> None:
         if self.qk_clip is None or self.reduce_largest() <= self.qk_clip.threshold:
             return
-        num_clipped = torch.zeros((), dtype=torch.int64, device=self.device)
-        if self.attentions:
-            logits = [each.core_attention.current_max_attn_logits.detach().float() for each in self.attentions]
-            of_all_data = torch.cat(logits)
-            dist.all_reduce(of_all_data, op=dist.ReduceOp.MAX, group=data_group())
-            num_clipped += self.qk_clip.clip(self.attentions, of_all_data.split([len(each) for each in logits]))
+        of_all_data = self.logits.values.clone()
+        dist.all_reduce(of_all_data, op=dist.ReduceOp.MAX, group=data_group())
+        num_clipped = self.qk_clip.clip(self.logits.attentions, self.logits.by_layer(of_all_data), self.device)
         self.qk_clip.share()
         dist.all_reduce(num_clipped)
         self.num_clipped = int(num_clipped) // dist.get_world_size(data_group())
@@ -286,18 +279,14 @@ class AttentionLogits(StepPart):
     def reduce_largest(self) -> float:
         """The largest logit of all ranks, reduced once a step; all ranks call it."""
         if self.largest is None:
-            largest = torch.full((), -torch.inf, device=self.device)
-            for attention in self.attentions:
-                logits = attention.core_attention.current_max_attn_logits
-                largest = torch.maximum(largest, logits.max().detach().float())
+            none = torch.full((1,), -torch.inf, device=self.device)
+            largest = torch.cat([self.logits.values, none]).max()
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
             self.largest = float(largest)
         return self.largest
 
     def metrics(self, progress: Progress, totals: StepTotals) -> Mapping[str, Any]:
         found: dict[str, Any] = {"max_attention_logit": self.reduce_largest()}
-        for attention in self.attentions:
-            attention.core_attention.current_max_attn_logits = None  # in megatron-core 0.16 it holds a graph
         return found if self.qk_clip is None else found | {"num_clipped_heads": self.num_clipped}
 
 

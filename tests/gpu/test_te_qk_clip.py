@@ -10,10 +10,10 @@ from requirements import require_transformer_engine
 pytestmark = pytest.mark.gpu
 require_transformer_engine()
 
-from gpu_runs import RECIPES, gap_to_emulated, gpu_run, unbroken_and_resumed
+from gpu_runs import RECIPES, check_graph_equals_launched_kernels, gap_to_emulated, gpu_run, unbroken_and_resumed
 from small_run import step_results
 
-CLIP = "--qk-clip --qk-clip-threshold {} --qk-clip-alpha 0.3 --cuda-graph-impl none"
+CLIP = "--qk-clip --qk-clip-threshold {} --qk-clip-alpha 0.3"
 FROZEN = "--num-layers 1 --lr 1e-20 --min-lr 0 --weight-decay 0"
 GATHERED = f"{RECIPES['tensorwise']} --fp8-param-gather"
 LATENT = (
@@ -31,7 +31,7 @@ def logits(flags: str, num_steps: int) -> list[tuple[float, int]]:
 
 @pytest.mark.parametrize("flags", [RECIPES["bf16"], GATHERED, RECIPES["delayed"], LATENT])
 def test_the_same_tokens_have_the_threshold_afterwards(flags: str) -> None:
-    ((largest, none),) = logits(f"{flags} {CLIP.format(1e6)}", 1)
+    ((largest, none),) = logits(f"{flags} {CLIP.format(1000)}", 1)
     (first, number), (second, _) = logits(f"{flags} {CLIP.format(largest / 2)}", 2)
     assert none == 0 and number > 0 and first == largest
     # Weights are rounded to BF16 or FP8 again, and scales follow them.
@@ -42,6 +42,11 @@ def test_the_same_tokens_have_the_threshold_afterwards(flags: str) -> None:
 def test_resume_is_bit_equal(flags: str, tmp_path: Path) -> None:
     unbroken, resumed = unbroken_and_resumed(f"{flags} {CLIP.format(0.05)}", 3, tmp_path)
     assert unbroken == resumed
+
+
+@pytest.mark.parametrize("flags", ["", GATHERED])
+def test_a_graph_equals_launched_kernels(flags: str) -> None:
+    check_graph_equals_launched_kernels(f"{flags} {CLIP.format(0.05)}")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import MappingProxyType
 
-from megafp8.config import attention_layers, derived, latent_attention
+from megafp8.config import attention_layers, latent_attention
 from megafp8.config.features import given_flags
 from megafp8.config.rules.base import all_positive, no_effect_without, not_supported
 from megafp8.config.schema import ModelConfig, RunConfig
@@ -104,17 +104,6 @@ def documents_fit_the_attention(config: RunConfig, world_size: int) -> Iterator[
             "--reset-attention-mask with --fp8-dot-product-attention: FP8 attention has no borders of documents; "
             "remove one"
         )
-
-
-def logits_are_measured_by_the_kernel(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Transformer Engine measures logits in cuDNN's kernels of BF16 and in its own unfused attention."""
-    if not derived.measures_attention_logits(config):
-        return
-    flag, precision = derived.logits_flag(config), config.precision
-    if precision.fp8_dot_product_attention:
-        yield f"{flag} with --fp8-dot-product-attention: no kernel of FP8 attention measures logits; remove one"
-    if precision.attention_backend == "flash":
-        yield f"{flag} with --attention-backend flash, which does not measure logits: use fused, or remove one"
 
 
 BOUNDED = "the norms bound the logits, and undo what a factor does to their weights"

@@ -50,6 +50,7 @@ def _settings_without_default_graph(config: RunConfig) -> Iterator[tuple[str, st
         (context == 2 and messages not in tested, f"{flag} with --cp-comm-type {messages}", untested),
         (context == 2 and has_other_ranks, f"{flag} with tensor- or pipeline-parallel ranks", untested),
         (parallel.use_torch_fsdp2, "--use-torch-fsdp2", fsdp2),
+        (derived.measures_attention_logits(config), derived.logits_flag(config), untested),
         (schedule is not None, f"--fp8-schedule {schedule}", "graphs captured again at a phase are not tested on GPUs"),
     )
     yield from ((what, f"{why}; --cuda-graph-impl local tries it") for is_there, what, why in checks if is_there)
@@ -84,12 +85,6 @@ def _kernel_problems(config: RunConfig) -> Checks:
         "--fine-grained-activation-offloading",
         "megatron-core 0.16 does not wait for its copies in a CUDA graph, and a graph of 0.19 is not faster than "
         "launched kernels",
-        NO_GRAPH,
-    )
-    yield (
-        derived.measures_attention_logits(config),
-        derived.logits_flag(config),
-        "megatron-core collects the logits of microbatches outside the graph",
         NO_GRAPH,
     )
     yield (

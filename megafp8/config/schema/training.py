@@ -462,7 +462,7 @@ class OptimizerConfig:
     )
     qk_clip: bool = setting(
         False, "after each update, shrink the weights of queries and keys whose attention logits are above "
-        "--qk-clip-threshold; needs what --log-max-attention-logit needs", role=Role.LEARNING | Role.MEMORY,
+        "--qk-clip-threshold; costs what --log-max-attention-logit costs", role=Role.LEARNING | Role.MEMORY,
     )
     qk_clip_threshold: float = setting(
         100.0, "the largest attention logit that --qk-clip leaves", requires="--qk-clip", range=POSITIVE_COEFFICIENT,

@@ -34,11 +34,6 @@ EXAMPLES = {
         1,
         "--qk-layernorm is not supported with --qk-clip: the norms bound the logits",
     ),
-    "logits_are_measured_by_the_kernel": (
-        {"logging.log_max_attention_logit": True, "precision.attention_backend": "flash"},
-        1,
-        "which does not measure logits: use fused",
-    ),
     "capped_scores_are_not_fp8": (
         {"model.softmax_type": "learnable", "precision.fp8_dot_product_attention": True},
         1,

@@ -42,9 +42,7 @@ def attention(
     **fields: Any,
 ) -> CausalAttention:
     """Attention of layer 1, with other fields of megatron-core's configuration."""
-    plain = {
-        "window_size": None, "window_attn_skip_freq": None, "softmax_type": "vanilla", "log_max_attention_logit": False,
-    }  # fmt: skip
+    plain = {"window_size": None, "window_attn_skip_freq": None, "softmax_type": "vanilla"}
     config = SimpleNamespace(
         kv_channels=CHANNELS, num_attention_heads=HEADS, attention_dropout=dropout, sequence_parallel=False,
         use_cpu_initialization=True, params_dtype=torch.float32, **plain | fields,

@@ -19,7 +19,7 @@ cpu_patches.install()
 from megatron.core.transformer.enums import AttnMaskType
 
 from megafp8.mcore.zigzag import zigzag_positions
-from megafp8.models import attention as attention_module
+from megafp8.models import attention_logits
 from megafp8.models.attention import CausalAttention, document_numbers
 
 LENGTH, BATCH, HEADS, GROUPS, CHANNELS = 16, 2, 4, 2, 8
@@ -53,9 +53,7 @@ class Alone:
 def attention(
     group: Any = None, softcapping: Optional[float] = None, is_unfused: bool = False, **fields: Any
 ) -> CausalAttention:
-    plain = {
-        "window_size": None, "window_attn_skip_freq": None, "softmax_type": "vanilla", "log_max_attention_logit": True,
-    }  # fmt: skip
+    plain = {"window_size": None, "window_attn_skip_freq": None, "softmax_type": "vanilla"}
     config = SimpleNamespace(
         kv_channels=CHANNELS, num_attention_heads=HEADS, attention_dropout=0.0, sequence_parallel=False,
         use_cpu_initialization=True, params_dtype=torch.float32, **plain | fields,
@@ -119,14 +117,19 @@ def weights() -> Tensor:
 @pytest.mark.parametrize("has_documents", [False, True])
 @pytest.mark.parametrize("name", ["plain", *OPTIONS])
 def test_definition_and_gradients(name: str, has_documents: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_module, "QUERIES_AT_ONCE", 5)  # the last block is shorter
+    monkeypatch.setattr(attention_logits, "QUERIES_AT_ONCE", 5)  # the last block is shorter
     options = OPTIONS.get(name, {})
     ours, theirs = inputs(), inputs()
     layer, offsets = attention(**options), torch.tensor(OFFSETS, dtype=torch.float64, requires_grad=True)
     output = layer(*ours, documents() if has_documents else None)
     expected = reference(theirs, offsets, BORDERS if has_documents else None, **options)
     torch.testing.assert_close(output.double(), expected, **TOLERANCE)
-    torch.testing.assert_close(layer.current_max_attn_logits.double(), reference.logits, **TOLERANCE)
+    ends, largest = documents() if has_documents else None, torch.full((HEADS,), -torch.inf)
+    positions = torch.arange(LENGTH)
+    first_key = attention_logits.first_keys(positions, BATCH, LENGTH, layer.window, ends)
+    query, key = (each.detach() for each in ours[:2])
+    attention_logits.update_max_logits(largest, query, key, positions, first_key, layer.softmax_scale)
+    torch.testing.assert_close(largest.double(), reference.logits, **TOLERANCE)
     (output * weights()).sum().backward()
     (expected * weights()).sum().backward()
     for a, b in zip(ours, theirs, strict=True):

@@ -20,7 +20,7 @@ from torch import Tensor
 interpreter.skip_without_kernels()
 
 from megafp8.models import layer_specs
-from megafp8.models.grouped_moe import ExchangedExperts, GroupedExperts, GroupedMoELayer
+from megafp8.models.grouped_moe import ExchangedExperts
 from megafp8.recipes import registry
 from megafp8.recipes.base import LinearRecipe
 from megafp8.training.precision import high_precision
