@@ -87,6 +87,23 @@ def test_a_run_whose_experts_run_one_by_one_says_what_avoids_it(
     assert expert_launch_warnings(config, "cpu", LAYER_BACKENDS[implementation]) == []
 
 
+@pytest.mark.parametrize(
+    ("extra", "fix"),
+    [
+        (f"{EP2} {HYBRID} --moe-token-dispatcher-type alltoall", "auto takes peer"),
+        (f"{EP2} {HYBRID} --moe-token-dispatcher-type allgather", "auto takes peer"),
+        (f"{EP2} {HYBRID} --moe-token-dispatcher-type alltoall --moe-dispatch-in-fp8", "support --moe-dispatch-in-fp8"),
+        (f"{EP2} {HYBRID} --moe-token-dispatcher-type peer", None),
+        (f"{EP2} --moe-token-dispatcher-type alltoall", None),
+        (HYBRID, None),
+    ],
+)
+def test_a_run_in_fp8_says_what_a_collective_costs(extra: str, fix: Optional[str]) -> None:
+    config = flags.parse(f"--model-preset mixtral-8x7b --bf16 {extra}".split()).config
+    found = expert_launch_warnings(config, "cuda", LAYER_BACKENDS["transformer_engine"])
+    assert [fix in warning for warning in found] == [True] * (fix is not None)
+
+
 def test_the_suggestion_may_be_several_flags() -> None:
     text = f"--fp8-format e5m2 --fp8-recipe mxfp8 {EP2} --moe-token-dispatcher-type flex"
     config = flags.parse(f"--model-preset mixtral-8x7b --bf16 {text}".split()).config
