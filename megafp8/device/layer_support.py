@@ -242,8 +242,8 @@ def exchange_warnings(config: RunConfig) -> Iterator[str]:
     problem = next(peer_problems(config), None)
     fix = f"peer does not support {problem}" if problem else "auto takes peer where GPUs reach each other's memory"
     yield (
-        f"--moe-token-dispatcher-type {dispatcher}: the host waits for the numbers of tokens once a layer, and no step is "
-        "a CUDA graph. With 64 small experts on each of two H200s tensorwise, delayed and blockwise were 1.00, 0.96 "
+        f"--moe-token-dispatcher-type {dispatcher}: the host waits for the numbers of tokens once a layer, and no step "
+        "is a CUDA graph. With 64 small experts on each of two H200s tensorwise, delayed and blockwise were 1.00, 0.96 "
         f"and 0.95 times as fast as BF16 (with peer 1.19, 1.19 and 1.04), with 4 large ones 1.34, 1.34 and 1.06: {fix}"
     )
 
