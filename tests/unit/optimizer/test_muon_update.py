@@ -88,6 +88,35 @@ def test_updates_are_torchs() -> None:
     assert (ours - values((12, 8), 0)).norm() > 20 * (ours - theirs).norm()
 
 
+@pytest.mark.parametrize("mode", ["spectral", "unit_rms_norm", "shape_scaling"])
+@pytest.mark.parametrize("coefficients", ["simple", "quintic", "polar_express"])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_updates_are_those_of_the_package_that_megatron_core_uses(nesterov: bool, coefficients: str, mode: str) -> None:
+    package = pytest.importorskip(
+        "emerging_optimizers.orthogonalized_optimizers.muon", reason="needs emerging-optimizers, Triton and Python 3.12"
+    )
+    num_steps = 8 if coefficients == "polar_express" else 5
+    ours, theirs = (torch.nn.Parameter(values((12, 8), 0)) for _ in range(2))
+    chosen = settings_of(
+        muon_coefficient_type=coefficients, muon_num_ns_steps=num_steps, muon_momentum=0.95, muon_nesterov=nesterov,
+        muon_scale_mode=mode, muon_extra_scale_factor=0.2,
+    )  # fmt: skip
+    groups = [{"params": [ours], "lr": RATE, "weight_decay": DECAY, IS_MUON: True}]
+    optimizers = (
+        Muon(groups, {ours: Matrix()}, chosen),
+        package.Muon(
+            [theirs], lr=RATE, weight_decay=DECAY, momentum=0.95, nesterov=nesterov, fp32_matmul_prec="highest",
+            coefficient_type=coefficients, num_ns_steps=num_steps, scale_mode=mode, extra_scale_factor=0.2,
+        ),
+    )  # fmt: skip
+    for seed in range(1, 1 + STEPS):
+        ours.grad, theirs.grad = (values((12, 8), seed) for _ in range(2))
+        for optimizer in optimizers:
+            optimizer.step()
+    # Sums of FP32 in two orders.
+    assert (ours - theirs).norm() < 1e-4 * (ours - values((12, 8), 0)).norm()
+
+
 def test_other_weights_are_adamws() -> None:
     parameter, theirs = (torch.nn.Parameter(values((6, 4), 0)) for _ in range(2))
     optimizer = Muon([{"params": [parameter], "lr": RATE, "weight_decay": DECAY}], {}, settings_of())
