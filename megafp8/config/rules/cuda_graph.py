@@ -51,7 +51,11 @@ def _settings_without_default_graph(config: RunConfig) -> Iterator[tuple[str, st
         (context == 2 and has_other_ranks, f"{flag} with tensor- or pipeline-parallel ranks", untested),
         (parallel.use_torch_fsdp2, "--use-torch-fsdp2", fsdp2),
         (derived.measures_attention_logits(config), derived.logits_flag(config), untested),
-        (schedule is not None, f"--fp8-schedule {schedule}", "graphs captured again at a phase are not tested on GPUs"),
+        (
+            schedule is not None,
+            f"--fp8-schedule {schedule}",
+            "graphs captured again at a phase are tested in tensorwise scaling only",
+        ),
     )
     yield from ((what, f"{why}; --cuda-graph-impl local tries it") for is_there, what, why in checks if is_there)
 
