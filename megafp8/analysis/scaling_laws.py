@@ -9,9 +9,10 @@ The law over compute is fitted to the cells on the frontier: those that no cheap
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Optional
 
 import numpy as np
@@ -19,6 +20,7 @@ import numpy as np
 from megafp8.analysis.power_laws import Cells, Estimate, Fits, Law, fit_all
 from megafp8.analysis.seed_statistics import CONFIDENCE, student_quantile, welch_p_value
 from megafp8.analysis.study_points import RECIPE_AXIS, Point
+from megafp8.metrics.records import TaskScores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,7 @@ class CellRow:
         options: on the study's axes other than the recipe, if all seeds share them.
         spread: standard deviation of the losses over seeds; None for a single seed.
         is_best: whether it represents its recipe at this size and length.
+        tasks: mean scores of the questions that all seeds have.
     """
 
     recipe: str
@@ -41,6 +44,7 @@ class CellRow:
     mean: float
     spread: Optional[float]
     is_best: bool
+    tasks: Mapping[str, TaskScores] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +110,30 @@ def cell_rows(points: Sequence[Point]) -> list[CellRow]:
                 mean=means[key],
                 spread=float(np.std(losses, ddof=1)) if len(losses) > 1 else None,
                 is_best=best[key[:3]] == key,
+                tasks=mean_scores(group),
             )  # fmt: skip
         )
     return rows
+
+
+def mean_scores(points: Sequence[Point]) -> dict[str, TaskScores]:
+    """Means of the scores of the tasks that all points have, with as many questions."""
+
+    def mean(values: Sequence[Optional[float]]) -> Optional[float]:
+        known = [value for value in values if value is not None]
+        return float(np.mean(known)) if known else None
+
+    found = {}
+    for name, first in points[0].tasks.items():
+        scores = [point.tasks[name] for point in points if name in point.tasks]
+        if len(scores) == len(points) and {each.num_questions for each in scores} == {first.num_questions}:
+            found[name] = dataclasses.replace(
+                first,
+                bits_per_byte=float(np.mean([each.bits_per_byte for each in scores])),
+                accuracy=mean([each.accuracy for each in scores]),
+                normalized_accuracy=mean([each.normalized_accuracy for each in scores]),
+            )
+    return found
 
 
 def skipped_cells_note(cells: Sequence[CellRow]) -> list[str]:

@@ -68,6 +68,9 @@ class ScalingReport:
         plain = {"headline": headline(self)} | dataclasses.asdict(self)
         for axis in plain["axes"]:
             del axis["fits"]
+        for cell in plain["cells"]:
+            if not cell["tasks"]:
+                del cell["tasks"]
         del plain["is_validated"]
         if self.is_sweep:
             plain |= {"loss": self.loss_name, "ranking": sweeps.ranking_rows(self.cells)}
@@ -200,7 +203,7 @@ def tables(report: ScalingReport) -> list[Table]:
         found.append(law_table(axis))
         if axis.shifts:
             found.append(shift_table(axis, report.baseline))
-    found += [speed_table(report), *([] if report.is_sweep else [cell_table(report)])]
+    found += [task_table(report), speed_table(report), *([] if report.is_sweep else [cell_table(report)])]
     return [table.without_empty_columns() for table in found if table.rows]
 
 
@@ -265,6 +268,25 @@ def shift_table(axis: Axis, baseline: str) -> Table:
         header=("recipe", what, "gap of the laws", f"effective {axis.name}"), rows=tuple(rows),
         note=f"Effective {axis.name}: the share of it at which {baseline} comes to the same loss; 0.9 is as if a tenth "
         "were lost. In the last lines all recipes have one E and one exponent, and the share takes their place.",
+    )  # fmt: skip
+
+
+def task_table(report: ScalingReport) -> Table:
+    """Scores of questions, by task and configuration."""
+    names = dict.fromkeys(name for cell in report.cells for name in cell.tasks)
+    found = [(name, cell, cell.tasks[name]) for name in names for cell in report.cells if name in cell.tasks]
+    rows = tuple(
+        (
+            name, cell.recipe, ", ".join(cell.options.values()), count_text(cell.parameters), count_text(cell.tokens),
+            f"{task.bits_per_byte:.4f}", optional(task.accuracy, "{:.2%}"),
+            optional(task.normalized_accuracy, "{:.2%}"), str(len(cell.seeds)),
+        )
+        for name, cell, task in found
+    )  # fmt: skip
+    return Table(
+        title="Scores of questions",
+        header=("task", "recipe", "options", "parameters", "tokens", "bits/byte", "accuracy", "per byte", "seeds"),
+        rows=rows, sides="lll", note="At the last validation, means over seeds; bits/byte are of the right answers.",
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
@@ -21,7 +21,7 @@ from megafp8.analysis.pairing import recipe_of, seed_of, seedless, settings_key
 from megafp8.analysis.runs import LoadedRun, load_run
 from megafp8.config.settings import settings_by_name
 from megafp8.errors import DataError
-from megafp8.metrics.records import RECORDS_FILE
+from megafp8.metrics.records import RECORDS_FILE, TaskScores
 from megafp8.resilience.run_state import current_state
 from megafp8.utils.files import UnreadableFile
 from megafp8.utils.strict_json import read_json
@@ -51,6 +51,7 @@ class Point:
         validation_tokens: number of tokens in that validation; 0: the loss is that of training.
         tokens_per_second: of the whole job, median over the steps after warm-up.
         settings: hash of the settings without the seed; equal for the runs of one configuration.
+        tasks: scores of questions at the last validation.
     """
 
     label: str
@@ -71,6 +72,7 @@ class Point:
     mfu_fraction: Optional[float]
     memory_peak_bytes: Optional[int]
     settings: str
+    tasks: Mapping[str, TaskScores] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,6 +210,7 @@ def point_of(run: LoadedRun, choice: Mapping[str, str], is_validated: bool = Tru
         mfu_fraction=median_after_warmup(run, "mfu_fraction", WARMUP_STEPS),
         memory_peak_bytes=run.memory_peak_bytes,
         settings=settings_of(run),
+        tasks=(run.last_validation and run.last_validation.tasks) or {},
     )
 
 
@@ -239,7 +242,10 @@ def read_points(path: Path) -> StudyPoints:
     """
     try:
         plain = read_json(path)
-        points = tuple(Point(**point) for point in plain["points"])
+        points = tuple(
+            Point(**point | {"tasks": {name: TaskScores(**each) for name, each in point.get("tasks", {}).items()}})
+            for point in plain["points"]
+        )
         return StudyPoints(name=plain["name"], points=points, missing=tuple(plain["missing"]))
     except (ValueError, TypeError, KeyError) as error:
         raise DataError(f"{path}: not the {POINTS_FILE} of a report: {error}") from None
