@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from forked_python import forked_python
 from small_run import COMMON, STYLES
 
 from megafp8.analysis.runs import load_run
@@ -37,12 +38,19 @@ FLAGS = [
 ]
 
 
+def run_tool(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """The command and its runs, in processes that fork."""
+    with tempfile.TemporaryDirectory(prefix="python_") as name, forked_python(Path(name)) as environment:
+        command = ["python", str(TOOL), *words]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess]:
     """Two concurrent runs in two recipes, by the command."""
     folder = tmp_path_factory.mktemp("comparison")
-    command = [sys.executable, str(TOOL), "--output-dir", str(folder), "--recipes", "bf16,mxfp8", "--parallel", "2"]
-    return folder, subprocess.run([*command, "--", *FLAGS], capture_output=True, text=True, timeout=240)
+    words = ["--output-dir", str(folder), "--recipes", "bf16,mxfp8", "--parallel", "2", "--", *FLAGS]
+    return folder, run_tool(words)
 
 
 @pytest.fixture(scope="module")
@@ -160,12 +168,12 @@ FORKED.remove("--no-save-optim")
 def test_forks_of_two_trunks_are_compared(tmp_path: Path) -> None:
     """Real runs: an interrupted fork restarts, what is done is kept, and weights of forks are not."""
     words = ["--output-dir", str(tmp_path), "--recipes", "bf16,tensorwise", "--seeds", "2", "--parallel", "2"]
-    command = [sys.executable, str(TOOL), *words, "--forks", "4", "--fork-length", "4", "--", *FORKED]
+    words += ["--forks", "4", "--fork-length", "4", "--", *FORKED]
     partial = tmp_path / "forks/tensorwise/seed7-step4"
     partial.mkdir(parents=True)
     (partial / "records.jsonl").write_text("interrupted")
     for _ in range(2):
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        ended = run_tool(words)
         assert ended.returncode == 0, ended.stderr
         assert "bf16-control  noise floor" in ended.stdout
     assert "6 of 6 forks are done already" in ended.stderr
