@@ -97,8 +97,11 @@ Folders = dict[str, dict[str, Path]]
 @pytest.fixture(scope="module")
 def kinds(request: pytest.FixtureRequest) -> list[str]:
     """Those whose tests are not skipped."""
-    names = {item.name.partition("[")[2] for item in request.session.items if not item.get_closest_marker("skip")}
-    return [kind for kind in KINDS if f"{kind}]" in names or f"{kind}-tested]" in names]
+    tests = [item for item in request.session.items if item.path == request.path]
+    called = [
+        item.callspec.params for item in tests if hasattr(item, "callspec") and not item.get_closest_marker("skip")
+    ]
+    return [kind for kind in KINDS if any(params.get("kind") == kind for params in called)]
 
 
 @pytest.fixture(scope="module")

@@ -121,7 +121,7 @@ def mean_scores(points: Sequence[Point]) -> dict[str, TaskScores]:
 
     def mean(values: Sequence[Optional[float]]) -> Optional[float]:
         known = [value for value in values if value is not None]
-        return float(np.mean(known)) if known else None
+        return float(np.mean(known)) if len(known) == len(values) else None
 
     found = {}
     for name, first in points[0].tasks.items():

@@ -247,7 +247,7 @@ def read_points(path: Path) -> StudyPoints:
             for point in plain["points"]
         )
         return StudyPoints(name=plain["name"], points=points, missing=tuple(plain["missing"]))
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(f"{path}: not the {POINTS_FILE} of a report: {error}") from None
 
 

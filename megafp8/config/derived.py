@@ -97,12 +97,12 @@ def is_stateful(precision: PrecisionConfig) -> bool:
 
 
 def measures_attention_logits(config: RunConfig) -> bool:
-    """Whether attention keeps the largest logits of its heads."""
+    """Whether the largest attention logits are measured."""
     return config.logging.log_max_attention_logit or config.optimizer.qk_clip
 
 
 def logits_flag(config: RunConfig) -> str:
-    """The flag for which attention does."""
+    """The flag for which they are."""
     return "--qk-clip" if config.optimizer.qk_clip else "--log-max-attention-logit"
 
 

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-QUERIES, NUM_WARPS = 128, 8
-KEYS_BYTES = 128 * 128 * 2  # of a block of keys, so that blocks of queries and of some keys fit shared memory
+KEYS_BYTES = 16 * 1024  # of a block of keys
+NUM_WARPS, NUM_STAGES = 8, 2  # blocks of queries and keys fit the 99 KiB of shared memory of the smallest GPUs
 
 
 @triton.jit
@@ -18,11 +18,15 @@ def max_logits_kernel(
     heads, per_group, scale, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     HAS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """query (S, B, heads, CHANNELS) and key (K, B, groups, CHANNELS) by their strides, WIDTH a power of two."""
+    """query (S, B, heads, CHANNELS) and key (K, B, groups, CHANNELS) by their strides, WIDTH a power of two.
+
+    NaN is left out.
+    """
     # The last queries have most keys: they begin first.
     rows = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES + tl.arange(0, QUERIES)
     is_query = rows < num_queries
-    sequence, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    # int64: offsets may exceed 2^31.
+    sequence, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
     last = tl.load(positions + rows, mask=is_query, other=-1)
     end = tl.max(last) + 1
     first = tl.zeros_like(last)
@@ -30,7 +34,6 @@ def max_logits_kernel(
         first = tl.load(first_key + sequence * num_queries + rows, mask=is_query, other=2147483647)
     channels = tl.arange(0, WIDTH)
     is_channel = channels < CHANNELS
-    # int64: offsets may exceed 2^31.
     queries = query + rows.to(tl.int64)[:, None] * q_token + sequence * q_sequence + head * q_head + channels[None, :]
     q = tl.load(queries, mask=is_query[:, None] & is_channel[None, :], other=0.0)
     keys = key + sequence * k_sequence + (head // per_group) * k_head + channels[:, None]
@@ -52,9 +55,11 @@ def update_max_logits(
     (num_queries, batch_size, heads, channels), groups = query.shape, key.shape[2]
     assert query.stride(3) == key.stride(3) == 1
     width = triton.next_power_of_2(max(16, channels))
-    num_keys = min(128, max(16, KEYS_BYTES // (width * query.itemsize)))
-    max_logits_kernel[(triton.cdiv(num_queries, QUERIES), batch_size * heads)](
+    row_bytes = width * query.itemsize
+    block = 128 if row_bytes <= 256 else 64
+    max_logits_kernel[(triton.cdiv(num_queries, block), batch_size * heads)](
         query, key, positions, first_key, largest, num_queries, *query.stride()[:3], *key.stride()[:3], heads,
-        heads // groups, scale, CHANNELS=channels, WIDTH=width, QUERIES=QUERIES, KEYS=num_keys,
-        HAS_FIRST=first_key is not None, num_warps=NUM_WARPS,
+        heads // groups, scale, CHANNELS=channels, WIDTH=width, QUERIES=block,
+        KEYS=min(128, max(16, KEYS_BYTES // row_bytes)), HAS_FIRST=first_key is not None, num_warps=NUM_WARPS,
+        num_stages=NUM_STAGES,
     )  # fmt: skip

@@ -1,8 +1,9 @@
 """The largest attention logits of a step (`--log-max-attention-logit`, `--qk-clip`), beside attention of any kind.
 
-Queries and keys are multiplied once more before each core attention, which costs at most half of its forward pass.
-Transformer Engine's fused attention has the largest logits with cuDNN 9.21 and newer. PyTorch 2.11 brings 9.19, with
-which it would compute unfused.
+Queries and keys are multiplied once more before each core attention, which is half of the products of its forward pass,
+and more in latent attention, whose values are narrower. Context-parallel ranks gather the keys for it. Transformer
+Engine's fused attention has the largest logits with cuDNN 9.21 and newer (its pull request 3091). PyTorch 2.11 brings
+9.19, with which it finds no fused kernel.
 
 With FP8 attention the logits are those of queries and keys before they are quantized.
 """

@@ -49,6 +49,7 @@ class QkClip:
         Args:
             attentions: megatron-core's attention layers of this rank.
             logits: FP32 (heads,), the largest of each layer, reduced over the ranks that have other data.
+            device: of the result.
 
         Returns:
             The number of groups of heads that were clipped on this rank, int64.

@@ -270,7 +270,8 @@ class AttentionLogits(StepPart):
         if self.qk_clip is None or self.reduce_largest() <= self.qk_clip.threshold:
             return
         of_all_data = self.logits.values.clone()
-        dist.all_reduce(of_all_data, op=dist.ReduceOp.MAX, group=data_group())
+        if self.logits.attentions:
+            dist.all_reduce(of_all_data, op=dist.ReduceOp.MAX, group=data_group())
         num_clipped = self.qk_clip.clip(self.logits.attentions, self.logits.by_layer(of_all_data), self.device)
         self.qk_clip.share()
         dist.all_reduce(num_clipped)

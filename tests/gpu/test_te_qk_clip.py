@@ -38,15 +38,23 @@ def test_the_same_tokens_have_the_threshold_afterwards(flags: str) -> None:
     assert second == pytest.approx(largest / 2, rel=2e-2 if flags in (RECIPES["bf16"], LATENT) else 0.1)
 
 
+def clips_heads(flags: str) -> bool:
+    """Whether the threshold of the next tests is below the logits of each step."""
+    with gpu_run(f"{flags} {CLIP.format(0.05)}") as run:
+        return all(result.metrics["num_clipped_heads"] > 0 for result in step_results(run, 3))
+
+
 @pytest.mark.parametrize("flags", ["", GATHERED, "--optimizer muon"])
 def test_resume_is_bit_equal(flags: str, tmp_path: Path) -> None:
     unbroken, resumed = unbroken_and_resumed(f"{flags} {CLIP.format(0.05)}", 3, tmp_path)
     assert unbroken == resumed
+    assert clips_heads(flags)
 
 
 @pytest.mark.parametrize("flags", ["", GATHERED])
 def test_a_graph_equals_launched_kernels(flags: str) -> None:
     check_graph_equals_launched_kernels(f"{flags} {CLIP.format(0.05)}")
+    assert clips_heads(flags)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -291,7 +291,7 @@ class LoggingConfig:
     log_num_zeros_in_grad: bool = setting(False, "log the number of zero gradient elements")
     log_max_attention_logit: bool = setting(
         False, "log the largest attention logit of each step, before softcapping; multiplies queries and keys once "
-        "more, at most half of a forward pass of attention", role=Role.OUTPUT | Role.MEMORY,
+        "more, about half of the products of a forward pass of attention", role=Role.OUTPUT | Role.MEMORY,
     )
     log_energy: bool = setting(
         False, "log joules for a token, watts of a GPU and the time that it is busy, from NVIDIA's driver",

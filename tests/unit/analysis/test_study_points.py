@@ -58,6 +58,9 @@ def test_a_folder_without_a_study_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no study in .*: no study.json, which megafp8 study writes"):
         load_points(tmp_path)
     wrong = tmp_path / "points.json"
+    wrong.write_text('{"name": "x", "points": ["x"], "missing": []}')
+    with pytest.raises(DataError, match="not the points.json of a report"):
+        load_points(wrong)
     wrong.write_text('{"name": "x", "points": [{"loss": 1}], "missing": []}')
     with pytest.raises(DataError, match="not the points.json of a report"):
         load_points(wrong)

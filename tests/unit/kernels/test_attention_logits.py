@@ -29,7 +29,14 @@ ENDS = (0, 5, 140, 300, 301, 450, 600, 600, 600)  # padded, as in a CUDA graph
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("channels", "window", "has_documents", "rank"),
-    [(32, None, False, None), (24, 100, False, None), (32, None, True, None), (48, 50, True, None), (32, 90, True, 1)],
+    [
+        (32, None, False, None),
+        (24, 100, False, None),
+        (64, None, True, None),
+        (128, 50, True, None),
+        (192, None, False, None),
+        (256, 90, True, 1),
+    ],
 )
 def test_the_largest_logits_are_those_of_torch(
     dtype: torch.dtype, channels: int, window: Optional[int], has_documents: bool, rank: Optional[int]
