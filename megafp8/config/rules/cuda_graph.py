@@ -54,7 +54,7 @@ def _settings_without_default_graph(config: RunConfig) -> Iterator[tuple[str, st
         (
             schedule is not None,
             f"--fp8-schedule {schedule}",
-            "graphs captured at a phase are tested in tensorwise only",
+            "graphs captured at a phase are tested with one recipe",
         ),
     )
     yield from ((what, f"{why}; --cuda-graph-impl local tries it") for is_there, what, why in checks if is_there)
