@@ -243,9 +243,9 @@ def exchange_warnings(config: RunConfig) -> Iterator[str]:
     fix = f"peer does not support {problem}" if problem else "auto takes peer where GPUs reach each other's memory"
     yield (
         f"--moe-token-dispatcher-type {dispatcher}: the host waits for the numbers of tokens once a layer, and no step "
-        "is a CUDA graph. With alltoall and 64 small experts on each of two H200s FP8 was 1.00 to 0.96 times as fast as "
-        "BF16 with a scale for each tensor and 0.95 times with scales of blocks (with peer 1.19 and 1.04), with 4 large "
-        f"experts 1.34 and 1.06: {fix}"
+        "is a CUDA graph. With alltoall and 64 small experts on each of two H200s FP8 was 1.00 to 0.96 times as fast "
+        "as BF16 with a scale for each tensor and 0.95 times with scales of blocks (with peer 1.19 and 1.04), with 4 "
+        f"large experts 1.34 and 1.06: {fix}"
     )
 
 
