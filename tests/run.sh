@@ -67,9 +67,7 @@ run_parts() {
 
 mapfile -t first < <(grep -v '^#' tests/first_set.txt)
 status=0
-# One process more than processors, and two for the others, most of which wait for processes: with as many as processors a
-# fifth of their time was idle.
-run_parts "$(($(nproc) + 1))" "${first[@]/#/0 }" || status=1
+run_parts "$(nproc)" "${first[@]/#/0 }" || status=1
 took="$(((SECONDS - start) / 60)) min $(((SECONDS - start) % 60)) s"
 if [ "$status" = 0 ]; then echo "The first set passed in $took."; else echo "The first set FAILED in $took."; fi
 if [ "$what" = --first ]; then
@@ -83,7 +81,8 @@ if [ -d .venv ] && ! compgen -G ".venv/oracles/transformer_engine-*.whl" >/dev/n
     transformer-engine==2.20.2 || echo "no wheel of Transformer Engine: the tests against its references are skipped"
 fi
 
-# The others. Those that mostly compute have low priority, beside those that read clocks. Short parts come last: then all processors work to the end.
+# The others, one process more than processors, since many tests wait for processes. Those that mostly compute have low
+# priority, beside those that read clocks. Short parts come last: then all processors work to the end.
 computing=( # tests of several ranks that only compare numbers
   tests/distributed/test_{fp8,mixture}*.py
   tests/distributed/test_{checkpoint,expert,fsdp,muon,planted}*.py
@@ -104,6 +103,6 @@ parts=(
 )
 ignored=${paths//tests\//--ignore=tests/} # in folders: pytest collects what is named itself
 export ignored
-run_parts "$(($(nproc) + 2))" "${parts[@]}" || status=1
+run_parts "$(($(nproc) + 1))" "${parts[@]}" || status=1
 echo "All tests ended after $(((SECONDS - start) / 60)) min."
 exit "$status"
