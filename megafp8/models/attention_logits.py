@@ -20,6 +20,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megafp8.mcore.zigzag import gathered, to_sequence, zigzag_positions
+from megafp8.models.attention import document_numbers
 
 QUERIES_AT_ONCE = 1024
 
@@ -85,8 +86,7 @@ def first_keys(
     first = torch.zeros(batch_size, len(positions), dtype=torch.int64, device=positions.device)
     if ends is not None:
         starts_of_sequences = length * torch.arange(batch_size, device=positions.device)[:, None]
-        document = torch.searchsorted(ends, (starts_of_sequences + positions).to(ends.dtype), right=True) - 1
-        first = ends[document].long() - starts_of_sequences
+        first = ends[document_numbers(ends, batch_size, length)[:, positions]].long() - starts_of_sequences
     if window is not None:
         first = torch.maximum(first, positions - window)
     return first.int()
