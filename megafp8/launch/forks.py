@@ -9,6 +9,7 @@ next, and keeps the trunk's schedule of the learning rate. It saves nothing to r
 
 from __future__ import annotations
 
+import itertools
 import math
 import shutil
 from collections import Counter
@@ -66,7 +67,7 @@ class ForkRuns(NamedTuple):
     """The runs of a comparison by forks.
 
     Attributes:
-        forks: in the order in which whole sets of recipes become complete.
+        forks: by step, so that whole sets of recipes and trunks become complete early.
         last_step: of a trunk.
         length: of a fork.
     """
@@ -165,23 +166,27 @@ def plan_forks(
         problems.extend(f"{name.partition('/')[0]}: {text}" for text in run_problems(words, ranks, path, applied))
         return PooledRun(name=name, command=training_command(script, ranks, words), folder=path, gpus=ranks)
 
-    for seed in range(shared.training.seed, shared.training.seed + plan.num_seeds):
-        trunk, of_seed = folder / TRUNKS / f"seed{seed}", ("--seed", str(seed))
+    trunk_of = {
+        seed: folder / TRUNKS / f"seed{seed}"
+        for seed in range(shared.training.seed, shared.training.seed + plan.num_seeds)
+    }
+    for seed, trunk in trunk_of.items():
         if finished_state(trunk) is not None:
             problems += [
                 f"{trunk} is done and has no checkpoint of step {step}: take another --output-dir"
                 for step in steps if not checkpoint_path(trunk, step).is_dir()
             ]  # fmt: skip
         saves = ("--save-interval", str(math.gcd(*steps)), "--load", str(trunk), "--train-iters", str(steps[-1]))
-        trunks.append(planned(f"trunk/seed{seed}", trunk, *chosen[0].flags, *of_seed, *saves))
-        for step in steps:
-            start = ("--load", str(trunk), "--ckpt-step", str(step), "--override-precision")
-            ends = ("--train-iters", str(step + length), "--eval-interval", str(length // NUM_VALIDATIONS))
-            for variant in variants:
-                name = f"{variant.name}/seed{seed}-step{step}"
-                own = (*variant.flags, *of_seed, *start, *ends)
-                own += high_precision_flags(variant, plan.flags) if plan.compares_recipes else ()
-                forks.append(planned(name, folder / FORKS / name, *own, "--no-save-optim", "--no-save-rng"))
+        trunks.append(planned(f"trunk/seed{seed}", trunk, *chosen[0].flags, "--seed", str(seed), *saves))
+    # By steps: the first of them has intervals over all trunks long before the others are done.
+    for step, (seed, trunk) in itertools.product(steps, trunk_of.items()):
+        start = ("--seed", str(seed), "--load", str(trunk), "--ckpt-step", str(step), "--override-precision")
+        ends = ("--train-iters", str(step + length), "--eval-interval", str(length // NUM_VALIDATIONS))
+        for variant in variants:
+            name = f"{variant.name}/seed{seed}-step{step}"
+            own = (*variant.flags, *start, *ends)
+            own += high_precision_flags(variant, plan.flags) if plan.compares_recipes else ()
+            forks.append(planned(name, folder / FORKS / name, *own, "--no-save-optim", "--no-save-rng"))
     problems += other_lengths(folder, length)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
