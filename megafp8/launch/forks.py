@@ -67,7 +67,7 @@ class ForkRuns(NamedTuple):
     """The runs of a comparison by forks.
 
     Attributes:
-        forks: by step, so that whole sets of recipes and trunks become complete early.
+        forks: by step and recipe, in the order in which they are trained.
         last_step: of a trunk.
         length: of a fork.
     """
@@ -178,15 +178,14 @@ def plan_forks(
             ]  # fmt: skip
         saves = ("--save-interval", str(math.gcd(*steps)), "--load", str(trunk), "--train-iters", str(steps[-1]))
         trunks.append(planned(f"trunk/seed{seed}", trunk, *chosen[0].flags, "--seed", str(seed), *saves))
-    # By steps: the first of them has intervals over all trunks long before the others are done.
-    for step, (seed, trunk) in itertools.product(steps, trunk_of.items()):
+    # The recipes one after the other: each has its interval over all trunks as early as can be.
+    for step, variant, (seed, trunk) in itertools.product(steps, variants, trunk_of.items()):
         start = ("--seed", str(seed), "--load", str(trunk), "--ckpt-step", str(step), "--override-precision")
         ends = ("--train-iters", str(step + length), "--eval-interval", str(length // NUM_VALIDATIONS))
-        for variant in variants:
-            name = f"{variant.name}/seed{seed}-step{step}"
-            own = (*variant.flags, *start, *ends)
-            own += high_precision_flags(variant, plan.flags) if plan.compares_recipes else ()
-            forks.append(planned(name, folder / FORKS / name, *own, "--no-save-optim", "--no-save-rng"))
+        name = f"{variant.name}/seed{seed}-step{step}"
+        own = (*variant.flags, *start, *ends)
+        own += high_precision_flags(variant, plan.flags) if plan.compares_recipes else ()
+        forks.append(planned(name, folder / FORKS / name, *own, "--no-save-optim", "--no-save-rng"))
     problems += other_lengths(folder, length)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
