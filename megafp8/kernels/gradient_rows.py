@@ -71,7 +71,7 @@ def encode_kernel(
     x = widen(tl.load(gradients + start + within, mask=start + within < stop, other=0.0))
     if parameter_scales is None:
         # NaN does not set the scale. Its code is NaN, so that the sum is NaN and is found.
-        quant_scale, _, scale_codes = e8m0_scales(without_nan(tl.max(tl.abs(x), axis=1)), FORMAT)
+        quant_scale, _, scale_codes = e8m0_scales(without_nan(tl.max(tl.abs(x), axis=1)), False, FORMAT)
         tl.store(message + tl.load(columns + 3) + rows, scale_codes, mask=is_row)
         scaled = x * quant_scale[:, None]
     else:

@@ -44,7 +44,7 @@ def cast_groups_kernel(
     at = elements_of(groups, GROUP)
     x = widen(tl.load(inputs + at, mask=inside[:, None], other=0.0))
     # A group of zeros or NaN has the amax 0; `e8m0_scales` gives it a finite scale.
-    quant_scale, _, scale_codes = e8m0_scales(without_nan(tl.max(tl.abs(x), axis=1)), FORMAT)
+    quant_scale, _, scale_codes = e8m0_scales(without_nan(tl.max(tl.abs(x), axis=1)), False, FORMAT)
     tl.store(codes + at, cast_to_code(x * quant_scale[:, None], FORMAT), mask=inside[:, None])
     tl.store(scales + groups, scale_codes, mask=inside)
 

@@ -23,7 +23,10 @@ import triton.language as tl
 from megafp8.kernels.rounding import (
     FP32_MAX,
     INFINITY,
+    PER_FOUR,
+    PER_SIX,
     TOP,
+    TOP_OF_FOUR_OR_SIX,
     bits_of,
     e8m0_scales,
     e8m0_value,
@@ -207,7 +210,8 @@ def quantize_blocks_kernel(
     BLOCK_SIZE x 1, from one read.
 
     With a matrix, column blocks are those of the Hadamard transform. With two-level scaling `row_amax_ptr` and
-    `column_amax_ptr` are the amaxes of the tensor and its transform, and the tensor scales are stored in the factors.
+    `column_amax_ptr` are the amaxes of the tensor and its transform, and the tensor scales are stored in the factors;
+    for other scales they are None.
     """
     block_row, squares = position_of_tile(num_columns, BLOCK_SIZE, TILES)
     num_rows_left = num_rows - block_row * BLOCK_SIZE
@@ -279,6 +283,32 @@ def count_tile(
 
 
 @triton.jit
+def squared_error(x, quant, dequant, unit, IS_TALL: tl.constexpr, IS_WIDE: tl.constexpr, FORMAT: tl.constexpr):
+    """`nvfp4_variants.squared_errors` of the blocks of `scales_of_tile`, added in the same order."""
+    x = x.to(tl.float32)
+    error = x * unit - round_to_value(x * quant, None, FORMAT) * dequant
+    error = error * error
+    if not IS_WIDE:
+        return pair_sums(tl.permute(error, (1, 2, 0)))[None, :, :]
+    sums = pair_sums(error)
+    if IS_TALL:
+        sums = pair_sums(tl.permute(sums, (1, 0))[None, :, :])
+        return tl.permute(sums, (1, 0))[None, :, :]
+    return sums[:, :, None]
+
+
+@triton.jit
+def pair_sums(x):
+    """Sums over the 16 values of the last dim of [a, b, 16]: neighbours first, then their neighbouring sums."""
+    tl.static_assert(x.shape[2] == 16)
+    even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], 8, 2]))
+    even, odd = tl.split(tl.reshape(even + odd, [x.shape[0], x.shape[1], 4, 2]))
+    even, odd = tl.split(tl.reshape(even + odd, [x.shape[0], x.shape[1], 2, 2]))
+    even, odd = tl.split(even + odd)
+    return even + odd
+
+
+@triton.jit
 def scales_of_tile(
     x, on_overflow, amax_ptr, IS_TALL: tl.constexpr, IS_WIDE: tl.constexpr, RULE: tl.constexpr, FORMAT: tl.constexpr,
     SCALE_FORMAT: tl.constexpr,
@@ -295,9 +325,19 @@ def scales_of_tile(
         largest = tl.max(largest, axis=0, keep_dims=True)
     largest = without_nan(largest)
     if RULE == "two_level":
-        quant, dequant, scale_codes = two_level_scales(largest, tl.load(amax_ptr), SCALE_FORMAT)
-    elif RULE == "e8m0":
-        quant, dequant, scale_codes = e8m0_scales(largest, FORMAT)
+        quant, dequant, scale_codes = two_level_scales(largest, tl.load(amax_ptr), TOP, PER_SIX, SCALE_FORMAT)
+    elif RULE == "four_over_six":
+        of_tensor = tl.load(amax_ptr)
+        unit = tl.div_rn(1.0, tl.div_rn(of_tensor, TOP_OF_FOUR_OR_SIX))
+        quant, dequant, scale_codes = two_level_scales(largest, of_tensor, TOP_OF_FOUR_OR_SIX, PER_SIX, SCALE_FORMAT)
+        four = two_level_scales(largest, of_tensor, TOP_OF_FOUR_OR_SIX, PER_FOUR, SCALE_FORMAT)
+        is_four = squared_error(x, four[0], four[1], unit, IS_TALL, IS_WIDE, FORMAT) < squared_error(
+            x, quant, dequant, unit, IS_TALL, IS_WIDE, FORMAT
+        )  # false for NaN
+        quant, dequant = tl.where(is_four, four[0], quant), tl.where(is_four, four[1], dequant)
+        scale_codes = tl.where(is_four, four[2], scale_codes)
+    elif RULE == "e8m0" or RULE == "e8m0_floor":
+        quant, dequant, scale_codes = e8m0_scales(largest, RULE == "e8m0_floor", FORMAT)
     else:
         quant = quant_scale_of(largest, on_overflow, RULE == "power_of_two", FORMAT)
         dequant = tl.div_rn(1.0, quant)
@@ -314,17 +354,19 @@ def store_blocks(
 ):  # fmt: skip
     """Scale, round and store a tile in the blocks of `scales_of_tile`.
 
-    Returns the largest scaled amax of two-level scaling, whose scales are rounded, so that finite values can saturate.
-    It is 0 for other scales.
+    Returns the largest scaled amax of scales with which finite values can saturate: those of two-level scaling, which
+    are rounded, and E8M0 rounded down. It is 0 for other scales.
     """
     largest, quant, dequant, scale_codes = scales_of_tile(
         x, on_overflow, amax_ptr, IS_TALL, IS_WIDE, RULE, FORMAT, SCALE_FORMAT
     )
     peak = 0.0
-    if RULE == "two_level":
+    if amax_ptr is not None or RULE == "e8m0_floor":
         peak = tl.max(tl.where(quant < FP32_MAX, largest * quant, 0.0))  # FP32_MAX: the scale underflowed
+    if amax_ptr is not None:
         if tl.program_id(0) == 0:
-            tl.store(factor_ptr, tl.div_rn(tl.load(amax_ptr), TOP))
+            top: tl.constexpr = TOP if RULE == "two_level" else TOP_OF_FOUR_OR_SIX
+            tl.store(factor_ptr, tl.div_rn(tl.load(amax_ptr), top))
     scaled = x.to(tl.float32) * quant
     first_row = block_row * BLOCK_SIZE
     at, inside = offsets_of_tile(squares, num_columns, num_rows - first_row, BLOCK_SIZE, BLOCK_SIZE)
@@ -381,9 +423,9 @@ def decode_blocks_kernel(
     else:
         scale_inside = (rows < num_rows_left) & (columns < across)
         scale = tl.load(scales_ptr + first_row * across + rows * across + columns, mask=scale_inside, other=0)
-    if RULE == "two_level":
+    if RULE == "two_level" or RULE == "four_over_six":
         scale = value_of_code(scale.to(tl.int32), SCALE_FORMAT)
-    elif RULE == "e8m0":
+    elif RULE == "e8m0" or RULE == "e8m0_floor":
         scale = e8m0_value(scale.to(tl.int32))
     values = value_of_code(codes, FORMAT) * scale
     tl.store(values_ptr + first_row * num_columns + at, values.to(values_ptr.dtype.element_ty), mask=inside)

@@ -34,7 +34,15 @@ INFINITY = tl.constexpr(float("inf"))
 LARGEST_E8M0 = tl.constexpr(254)
 SMALLEST_POWER = tl.constexpr(1 << 22)  # 2^-127 as FP32 bits, subnormal
 TOP = tl.constexpr(E4M3.max * E2M1.max)  # two-level scaling maps the amax of the tensor to this
-PER_STEP = tl.constexpr(struct.unpack("f", struct.pack("f", 1 / E2M1.max))[0])  # 1/6, rounded to FP32
+TOP_OF_FOUR_OR_SIX = tl.constexpr(256 * E2M1.max)  # four-over-six, to this
+
+
+def nearest_fp32(number: float) -> float:
+    """The FP32 number next to a number."""
+    return float(struct.unpack("f", struct.pack("f", number))[0])
+
+
+PER_SIX, PER_FOUR = tl.constexpr(nearest_fp32(1 / E2M1.max)), tl.constexpr(1 / 4)
 
 
 class FormatSpec(NamedTuple):
@@ -193,21 +201,30 @@ def power_of_two_scales(largest, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def e8m0_scales(largest, FORMAT: tl.constexpr):
+def e8m0_scales(largest, IS_FLOOR: tl.constexpr, FORMAT: tl.constexpr):
     """`scaling.e8m0_scales`: quantization scale, dequantization scale, and the E8M0 byte of the latter."""
-    byte = tl.maximum(power_of_two_exponent(largest, FORMAT), 0)
-    byte = tl.where(largest == INFINITY, LARGEST_E8M0, byte)
-    rounds_down = bits_of(largest) == (FORMAT.max_exponent << 23) + FORMAT.max_mantissa + 1
-    byte = tl.where(rounds_down, byte - 1, byte)
+    if IS_FLOOR:
+        byte = tl.maximum((bits_of(largest) >> 23) - FORMAT.max_exponent, 0)
+        byte = tl.where(largest == INFINITY, LARGEST_E8M0, byte)
+    else:
+        byte = tl.maximum(power_of_two_exponent(largest, FORMAT), 0)
+        byte = tl.where(largest == INFINITY, LARGEST_E8M0, byte)
+        rounds_down = bits_of(largest) == (FORMAT.max_exponent << 23) + FORMAT.max_mantissa + 1
+        byte = tl.where(rounds_down, byte - 1, byte)
     return e8m0_value(LARGEST_E8M0 - byte), e8m0_value(byte), byte.to(tl.uint8)
 
 
 @triton.jit
-def two_level_scales(largest, tensor_largest, SCALE_FORMAT: tl.constexpr):
-    """`scaling.two_level_scales`: quantization scale, and the block's dequantization scale as a value and as a code."""
-    encode = tl.minimum(tl.div_rn(TOP, tensor_largest), FP32_MAX)
+def two_level_scales(
+    largest, tensor_largest, TENSOR_TOP: tl.constexpr, PER_BLOCK_TOP: tl.constexpr, SCALE_FORMAT: tl.constexpr
+):
+    """`scaling.two_level_scales`: quantization scale, and the block's dequantization scale as a value and as a code.
+
+    PER_BLOCK_TOP is the reciprocal of what the amax of a block becomes.
+    """
+    encode = tl.minimum(tl.div_rn(TENSOR_TOP, tensor_largest), FP32_MAX)
     encode = tl.where((encode == 0) | (tensor_largest == 0), 1.0, encode)
-    scaled = tl.minimum(largest * (encode * PER_STEP), FP32_MAX)
+    scaled = tl.minimum(largest * (encode * PER_BLOCK_TOP), FP32_MAX)
     dequant = round_to_value(scaled, None, SCALE_FORMAT)
     quant = tl.minimum(tl.div_rn(1.0, dequant * tl.div_rn(1.0, encode)), FP32_MAX)
     return quant, dequant, round_to_code(scaled, None, SCALE_FORMAT).to(tl.uint8)

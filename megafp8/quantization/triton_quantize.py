@@ -40,21 +40,25 @@ from megafp8.recipes.formats import E4M3
 CHUNK_ELEMENTS = 4096  # of a program of an elementwise kernel
 AMAX_PROGRAMS = 1024
 TILINGS = {16: (4, 1), 32: (2, 1), 64: (1, 4), 128: (1, 16)}  # block length: (squares of a tile, warps)
-SCALE_DTYPES = {ScaleRule.E8M0: torch.float8_e8m0fnu, ScaleRule.TWO_LEVEL: torch.float8_e4m3fn}
-# Without kernels: torch operations quantize and decode.
-TORCH_RULES = (ScaleRule.FOUR_OVER_SIX, ScaleRule.EDEN, ScaleRule.E8M0_FLOOR)
+SCALE_DTYPES = {
+    ScaleRule.E8M0: torch.float8_e8m0fnu,
+    ScaleRule.E8M0_FLOOR: torch.float8_e8m0fnu,
+    ScaleRule.TWO_LEVEL: torch.float8_e4m3fn,
+    ScaleRule.FOUR_OVER_SIX: torch.float8_e4m3fn,
+}
 RULE_NAMES = {
     ScaleRule.FP32: "fp32",
     ScaleRule.POWER_OF_TWO: "power_of_two",
     ScaleRule.E8M0: "e8m0",
-    ScaleRule.E8M0_FLOOR: "e8m0",  # stored alike, so decoded alike
+    ScaleRule.E8M0_FLOOR: "e8m0_floor",
     ScaleRule.TWO_LEVEL: "two_level",
+    ScaleRule.FOUR_OVER_SIX: "four_over_six",
 }
 
 
 def can_quantize(tensor: Tensor, rule: OperandRule) -> bool:
     """Whether `quantize_for` supports this rule for this tensor; otherwise torch operations quantize it."""
-    if not tensor.numel() or rule.margin or rule.scale_rule in TORCH_RULES:
+    if not tensor.numel() or rule.margin or rule.scale_rule is ScaleRule.EDEN:
         return False
     if rule.block is None:
         return rule.format.codes_per_byte == 1
@@ -66,7 +70,7 @@ def can_quantize(tensor: Tensor, rule: OperandRule) -> bool:
 def can_decode(quantized: Quantized) -> bool:
     """Whether `decode` supports this tensor; otherwise torch operations decode it."""
     rule = quantized.rule
-    if rule.scale_rule in TORCH_RULES:
+    if rule.scale_rule is ScaleRule.EDEN:
         return False
     is_supported = rule.format.codes_per_byte == 1 if rule.block is None else _is_supported_block(sized_block(rule))
     return is_supported and quantized.codes.numel() > 0 and quantized.codes.is_contiguous()
@@ -165,7 +169,7 @@ def _allocate(outputs: RuleOutputs, source: Tensor, use: Use, generator: Optiona
         if rule.block is not None:
             dtype = SCALE_DTYPES.get(rule.scale_rule, torch.float32)
             outputs.scales = torch.empty(_num_blocks(source, rule), dtype=dtype, device=device)
-    if rule.block is None or rule.scale_rule is ScaleRule.TWO_LEVEL:
+    if rule.block is None or rule.scale_rule.is_two_level:
         outputs.factor = torch.empty((), device=device)
     if generator is not None:
         num_padded = math.prod(_num_blocks(source, rule)) * math.prod(sized_block(rule))
@@ -256,7 +260,7 @@ def _quantize_blocks(
         check_hadamard_rows(num_rows)
         matrix = hadamard_matrix(source.dtype, source.device)
     row_amax = column_amax = None
-    if rule.scale_rule is ScaleRule.TWO_LEVEL:
+    if rule.scale_rule.is_two_level:
         row_amax, column_amax = _tensor_amaxes(source, matrix, group)
     row, column = row or RuleOutputs(rule), column or RuleOutputs(rule)
     quantize_blocks_kernel[(num_programs,)](

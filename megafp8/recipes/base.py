@@ -200,6 +200,11 @@ class LinearRecipe:
         """Whether the operands of any GEMM are transformed with random signs, which the two must share."""
         return any(rule is not None and rule.scale_rule is ScaleRule.EDEN for *_, rule in self.rules)
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether a GPU has a kernel for every cast."""
+        return not self.is_rotated and all(rule is None or not rule.margin for *_, rule in self.rules)
+
     def requantizes(self, operand: Operand) -> bool:
         """Whether the backward pass quantizes input or weight again from the codes for fprop."""
         gemm = {Operand.INPUT: Gemm.WGRAD, Operand.WEIGHT: Gemm.DGRAD}[operand]

@@ -76,7 +76,10 @@ BLOCK_RULES = [
         square(fmt, 128, ScaleRule.FP32),
     )
 ]
-BLOCK_RULES += [pair(E2M1, 16, ScaleRule.TWO_LEVEL), square(E2M1, 16, ScaleRule.TWO_LEVEL)]
+BLOCK_RULES += [
+    each(E2M1, 16, rule) for rule in (ScaleRule.TWO_LEVEL, ScaleRule.FOUR_OVER_SIX) for each in (pair, square)
+]
+BLOCK_RULES += [pair(E4M3, 32, ScaleRule.E8M0_FLOOR)]
 
 
 def plain(shape: tuple[int, ...]) -> Tensor:
@@ -102,6 +105,7 @@ RECIPES = {
     "blockwise": blockwise.build("hybrid"),
     "mxfp8": mxfp8.build("e4m3"),
     "nvfp4": nvfp4.build("e2m1"),
+    "four over six": nvfp4.build("e2m1", fp4_four_over_six=True),
     "nvfp4 without extras": nvfp4.build(
         "e2m1", fp4_hadamard=False, fp4_stochastic_rounding=False, fp4_2d_weights=False
     ),

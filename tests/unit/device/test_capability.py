@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Optional
 
 import pytest
 from device_targets import A100, B200, CPU, H200, RECIPES, WITHOUT_TE, fp8, only_problem
@@ -84,6 +84,21 @@ def test_nvfp4_is_emulated_on_newer_gpus_than_its_kernels_are_right_on() -> None
     assert layer_backend(config, consumer) is EMULATED
     (warning,) = capability.emulation_warnings(config, consumer)
     assert "below 12.0" in warning and "stochastic rounding gave gradients of zero" in warning
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        ({"fp4_format": "e2m1", "fp4_recipe": "quartet2"}, "--fp4-recipe quartet2"),
+        ({"fp8_format": "hybrid", "fp8_recipe": "tensorwise", "fp8_tensorwise_margin": -3}, "--fp8-recipe tensorwise"),
+        ({"fp4_format": "e2m1", "fp4_recipe": "nvfp4", "fp4_four_over_six": True}, None),
+    ],
+)
+def test_casts_without_a_kernel_are_named_with_their_cost(options: dict[str, Any], flag: Optional[str]) -> None:
+    config = RunConfig(precision=PrecisionConfig(**options, transformer_impl="emulated"))
+    found = [] if flag is None else [f"{flag}: there is no kernel for its casts"]
+    assert [text[: len(found[0])] for text in capability.emulation_warnings(config, H200)] == found
+    assert capability.emulation_warnings(config, CPU) == []
 
 
 def test_an_unsupported_recipe_names_the_supported_ones() -> None:
