@@ -330,12 +330,13 @@ def scales_of_tile(
         of_tensor = tl.load(amax_ptr)
         unit = tl.div_rn(1.0, tl.div_rn(of_tensor, TOP_OF_FOUR_OR_SIX))
         quant, dequant, scale_codes = two_level_scales(largest, of_tensor, TOP_OF_FOUR_OR_SIX, PER_SIX, SCALE_FORMAT)
-        four = two_level_scales(largest, of_tensor, TOP_OF_FOUR_OR_SIX, PER_FOUR, SCALE_FORMAT)
-        is_four = squared_error(x, four[0], four[1], unit, IS_TALL, IS_WIDE, FORMAT) < squared_error(
-            x, quant, dequant, unit, IS_TALL, IS_WIDE, FORMAT
-        )  # false for NaN
-        quant, dequant = tl.where(is_four, four[0], quant), tl.where(is_four, four[1], dequant)
-        scale_codes = tl.where(is_four, four[2], scale_codes)
+        quant_of_four, dequant_of_four, codes_of_four = two_level_scales(
+            largest, of_tensor, TOP_OF_FOUR_OR_SIX, PER_FOUR, SCALE_FORMAT
+        )
+        error_of_four = squared_error(x, quant_of_four, dequant_of_four, unit, IS_TALL, IS_WIDE, FORMAT)
+        is_four = error_of_four < squared_error(x, quant, dequant, unit, IS_TALL, IS_WIDE, FORMAT)  # false for NaN
+        quant, dequant = tl.where(is_four, quant_of_four, quant), tl.where(is_four, dequant_of_four, dequant)
+        scale_codes = tl.where(is_four, codes_of_four, scale_codes)
     elif RULE == "e8m0" or RULE == "e8m0_floor":
         quant, dequant, scale_codes = e8m0_scales(largest, RULE == "e8m0_floor", FORMAT)
     else:
