@@ -10,7 +10,7 @@ version = re.search(r'__version__ = "(.+)"', Path("megafp8/__init__.py").read_te
 TOKENIZERS = ["tokenizers>=0.21", "tiktoken"]
 SAFETENSORS = ["safetensors>=0.8"]
 # What converted models are compared with: transformers' models, and what it loads FP8 weights with.
-TRANSFORMERS = [f'{name}; python_version >= "3.11"' for name in ("transformers>=5", "accelerate", "compressed-tensors")]
+TRANSFORMERS = ["transformers>=5", "accelerate", "compressed-tensors"]
 PREPROCESSING = ["gigatoken>=0.10", "orjson", "pyarrow", "backports.zstd"]  # fast BPE and JSON, Parquet, .zst
 STORAGE = ["obstore>=0.8"]  # s3://, gs://, az://
 TESTS = ["pytest", "pytest-timeout", *TOKENIZERS, *SAFETENSORS, *PREPROCESSING]  # of the first set
@@ -40,7 +40,6 @@ setup(
         "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3",
-        "Programming Language :: Python :: 3.10",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
         "Programming Language :: Python :: 3.13",
@@ -56,7 +55,7 @@ setup(
     entry_points={
         "console_scripts": ["megafp8 = megafp8.cli.main:main", "pretrain-gpt = megafp8.cli.pretrain:main"],
     },
-    python_requires=">=3.10,<3.14",
+    python_requires=">=3.11,<3.14",
     install_requires=[
         "torch>=2.6",
         *MEGATRON_CORE,

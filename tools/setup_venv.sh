@@ -12,13 +12,13 @@ megafp8_extras=${MEGAFP8_EXTRAS:-}
 # megafp8_find_python PREFERRED: the first supported Python, the preferred one if it is there.
 megafp8_find_python() {
   local candidate
-  for candidate in "$1" python3.11 python3.12 python3.13 python3.10 python3; do
-    if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
+  for candidate in "$1" python3.11 python3.12 python3.13 python3; do
+    if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
       echo "$candidate"
       return
     fi
   done
-  echo "megafp8 needs Python 3.10 to 3.13 with venv (Debian: apt-get install python3-venv)" >&2
+  echo "megafp8 needs Python 3.11 to 3.13 with venv (Debian: apt-get install python3-venv)" >&2
   return 1
 }
 

@@ -138,8 +138,8 @@ def emulation_warnings(config: RunConfig, target: Target) -> list[str]:
         ]
     if linear is not None and not linear.has_kernels:
         warnings.append(
-            f"{precision_map.recipe_source(config.precision, linear.name)}: there is no kernel for its casts, which are "
-            "torch operations: on an H200 such steps took 8 to 16 times as long as in BF16"
+            f"{precision_map.recipe_source(config.precision, linear.name)}: there is no kernel for its casts; in torch "
+            "operations a step on an H200 took 8 to 16 times as long as in BF16"
         )
     return warnings
 

@@ -364,10 +364,9 @@ def store_blocks(
     peak = 0.0
     if amax_ptr is not None or RULE == "e8m0_floor":
         peak = tl.max(tl.where(quant < FP32_MAX, largest * quant, 0.0))  # FP32_MAX: the scale underflowed
-    if amax_ptr is not None:
-        if tl.program_id(0) == 0:
-            top: tl.constexpr = TOP if RULE == "two_level" else TOP_OF_FOUR_OR_SIX
-            tl.store(factor_ptr, tl.div_rn(tl.load(amax_ptr), top))
+    if factor_ptr is not None and tl.program_id(0) == 0:
+        top: tl.constexpr = TOP if RULE == "two_level" else TOP_OF_FOUR_OR_SIX
+        tl.store(factor_ptr, tl.div_rn(tl.load(amax_ptr), top))
     scaled = x.to(tl.float32) * quant
     first_row = block_row * BLOCK_SIZE
     at, inside = offsets_of_tile(squares, num_columns, num_rows - first_row, BLOCK_SIZE, BLOCK_SIZE)

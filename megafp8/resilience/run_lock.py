@@ -148,7 +148,7 @@ def replace_stale(draft: Path, path: Path, description: str) -> Optional[str]:
 def in_use_message(folder: Path, holder: Optional[Process], touched: float, silent_s: float) -> str:
     """Return the error message for the second run."""
     if silent_s > -1:
-        at = datetime.datetime.fromtimestamp(touched, datetime.timezone.utc).isoformat(timespec="seconds")
+        at = datetime.datetime.fromtimestamp(touched, datetime.UTC).isoformat(timespec="seconds")
         sign = f"last sign of life {max(0.0, silent_s):.0f} s ago at {at}"
     else:
         sign = f"last sign of life {-silent_s:.0f} s in the future: a clock was wrong, and silence is counted from now"

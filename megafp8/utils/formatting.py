@@ -113,4 +113,4 @@ def duration_text(seconds: float) -> str:
 
 def utc_now() -> str:
     """The current time in UTC, in ISO 8601 to the second."""
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Optional
 
-PYTHON_FROM, PYTHON_BELOW = (3, 10), (3, 14)
-PYTHONS = "3.10 to 3.13"
+PYTHON_FROM, PYTHON_BELOW = (3, 11), (3, 14)
+PYTHONS = "3.11 to 3.13"
 TORCH_FROM = (2, 6)
 # Of megatron-core. Each Python gets the newest that is made for it, as `setup.py` and `constraints.txt` do.
 MEGATRON_CORE, NEWER_MEGATRON_CORE, NEWER_FROM_PYTHON = "0.16.1", "0.19.2", (3, 12)
@@ -42,7 +42,6 @@ CPU_TESTED_SETS = tuple(
     for name, python, megatron_core, command in (
         ("CPU", (3, 11), MEGATRON_CORE, "bash tests/run.sh"),
         ("CPU, chosen tests", (3, 11), NEWER_MEGATRON_CORE, "bash tests/other_engine.sh"),
-        ("CPU, Python 3.10, chosen tests", (3, 10), MEGATRON_CORE, _CHOSEN),
         ("CPU, Python 3.12, chosen tests", (3, 12), NEWER_MEGATRON_CORE, _CHOSEN),
         ("CPU, Python 3.12, 0.16.1, chosen tests", (3, 12), MEGATRON_CORE, _CHOSEN),
         ("CPU, Python 3.13, chosen tests", (3, 13), NEWER_MEGATRON_CORE, _CHOSEN),

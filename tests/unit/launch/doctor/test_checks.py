@@ -66,7 +66,7 @@ def test_a_correct_machine_has_no_findings(machine: Machine) -> None:
 
 
 CASES = {
-    "python": ({"python": (3, 14, 0)}, ERROR, "Python", "3.14.0: megafp8 needs 3.10 to 3.13", "docs/install.md"),
+    "python": ({"python": (3, 14, 0)}, ERROR, "Python", "3.14.0: megafp8 needs 3.11 to 3.13", "docs/install.md"),
     "an early Python 3.11": ({"python": (3, 11, 3)}, WARNING, "Python", "3.11.3: Python 3.11.0 to 3.11.3", "3.11.4"),
     "torch is missing": (
         {"packages": without(CPU, "torch"), "torch_version": None,
@@ -89,8 +89,8 @@ CASES = {
         "megatron-core==0.19.2",
     ),
     "a tested megatron-core on another Python": (
-        {"packages": without(CPU) | {"megatron-core": "0.19.2"}, "python": (3, 10, 4)}, WARNING, "tested set",
-        "differs from CPU, chosen tests: Python 3.10 (tested 3.11)",
+        {"packages": without(CPU) | {"megatron-core": "0.16.1"}, "python": (3, 13, 4)}, WARNING, "tested set",
+        "Python 3.13 (tested 3.1",
         "-c constraints.txt",
     ),
     "megatron-core is broken": (
