@@ -18,7 +18,7 @@ from typing import NamedTuple
 from megafp8.config.precision_schedule import is_quantized_at
 from megafp8.config.schema import RunConfig
 from megafp8.metrics import health_suggestions
-from megafp8.metrics.health_suggestions import Case, Problems, suggestion_text
+from megafp8.metrics.health_suggestions import suggestion_text
 from megafp8.metrics.records import EventRecord, QuantizationRecord, TensorStats, linear_of
 
 MOVING_OCTAVES = 1.0  # more than twice or less than half of the amax before
@@ -193,17 +193,12 @@ class HealthMonitor:
     """Applies the rules to the newest statistics records. Each warning about a tensor is reported once.
 
     Args:
-        config, world_size: of the run.
+        config: of the run.
         warmup_steps: of the learning rate; some rules apply only afterwards.
-        machine_problems: see `health_suggestions.Case`.
     """
 
-    def __init__(
-        self, config: RunConfig, world_size: int = 1, warmup_steps: float = 0,
-        machine_problems: Problems = lambda config: [],
-    ):  # fmt: skip
-        self.config, self.world_size, self.warmup_steps = config, world_size, warmup_steps
-        self.machine_problems = machine_problems
+    def __init__(self, config: RunConfig, warmup_steps: float = 0):
+        self.config, self.warmup_steps = config, warmup_steps
         self.records: deque[QuantizationRecord] = deque(maxlen=NUM_GROWING)
         self.num_records = 0
         self.first_seen: dict[str, dict[str, int]] = {rule.name: {} for rule in RULES}
@@ -219,8 +214,7 @@ class HealthMonitor:
             new = [warning for warning in (rule.find(records) if records else ()) if warning.tensor not in seen]
             seen.update((warning.tensor, record.step) for warning in new)
             if new:
-                case = Case(self.config, self.world_size, linear_of(new[0].tensor), self.machine_problems)
-                suggestions = suggestion_text(case, rule.suggestions)
+                suggestions = suggestion_text(rule.suggestions, self.config, linear_of(new[0].tensor))
                 detail = f"{rule.name}: {warnings_text(new)}" + (f"; try: {suggestions}" if suggestions else "")
                 events.append(EventRecord(step=record.step, name=EVENT, detail=detail))
         return events

@@ -41,7 +41,8 @@ from torch import Tensor
 
 from megafp8.config.guarded_linears import SWIGLU_OUTPUT
 from megafp8.config.precision_map import resolve
-from megafp8.metrics.health_suggestions import Case, Suggestion, accepted
+from megafp8.config.schema import RunConfig
+from megafp8.metrics.health_suggestions import has_amax_history
 from megafp8.recipes.formats import E4M3
 
 ALIGNMENT = "SwiGLU alignment"
@@ -59,7 +60,7 @@ class Limit(NamedTuple):
 
     value: float
     moves_layer: bool
-    suggestions: tuple[Suggestion, ...]
+    suggestions: tuple[str, ...]
 
 
 class Growth(NamedTuple):
@@ -76,11 +77,11 @@ class Growth(NamedTuple):
     num_intervals: int
 
 
-SMOOTH, MOVE = Suggestion(("--fp8-guard", "smooth-swiglu")), Suggestion(("--fp8-guard", "bf16-layer"))
-KEEP = Suggestion((), "the layer in high precision with --precision")
-NORM = Suggestion(("--qk-layernorm",), " in a new run")
-CAP = Suggestion(("--attention-logit-softcapping", "50"), " in a new run")  # of Gemma 2
-LOWER_LR, MORE_DECAY = Suggestion((), "a lower --lr"), Suggestion((), "a larger --weight-decay")
+SMOOTH, MOVE = "--fp8-guard smooth-swiglu", "--fp8-guard bf16-layer"
+KEEP = "the layer in high precision with --precision"
+NORM = "--qk-layernorm in a new run"
+CAP = "--attention-logit-softcapping 50 in a new run"  # of Gemma 2
+LOWER_LR, MORE_DECAY = "a lower --lr", "a larger --weight-decay"
 QUANTIZATION_SUGGESTIONS = (SMOOTH, MOVE, KEEP)
 LIMITS = {
     "kurtosis": Limit(1000.0, True, QUANTIZATION_SUGGESTIONS),
@@ -124,24 +125,28 @@ def smoothing_helps(statistic: str, name: str) -> bool:
     return statistic == ALIGNMENT or name.endswith(f".{SWIGLU_OUTPUT}.input")
 
 
-def suggestion_text(statistic: str, name: str, case: Case) -> str:
-    """What helps against a warning, and the run does not have yet and accepts.
+def suggestion_text(statistic: str, name: str, config: RunConfig) -> str:
+    """What helps against a warning, and the run does not have yet.
 
     Args:
         name: of a layer, or of a linear's input: `layers.3.linear_fc2.input`.
     """
-    config = case.config
     layer = ".".join(name.split(".")[:2])
+    choices = resolve(config.model, config.precision)
+    output, guard, has_fp8_weights = (
+        f"{layer}.{SWIGLU_OUTPUT}",
+        config.training.fp8_guard,
+        config.precision.fp8_param_gather,
+    )
+    can_smooth = output in choices and choices[output].is_quantized and not has_amax_history(config, output)
     is_useful = {
-        SMOOTH: smoothing_helps(statistic, name),
-        KEEP: any(
-            choice.is_quantized and linear.startswith(f"{layer}.")
-            for linear, choice in resolve(config.model, config.precision).items()
-        ),
+        SMOOTH: smoothing_helps(statistic, name) and can_smooth and guard != "smooth-swiglu" and not has_fp8_weights,
+        MOVE: guard != "bf16-layer" and not has_fp8_weights,
+        KEEP: any(choice.is_quantized and linear.startswith(f"{layer}.") for linear, choice in choices.items()),
+        NORM: not (config.model.qk_layernorm or config.model.qk_l2_norm),
         CAP: config.model.attention_logit_softcapping is None,
     }
-    suggestions = [suggestion for suggestion in LIMITS[statistic].suggestions if is_useful.get(suggestion, True)]
-    return "; ".join(map(str, accepted(case, suggestions)))
+    return "; ".join(text for text in LIMITS[statistic].suggestions if is_useful.get(text, True))
 
 
 def input_statistics(values: Tensor) -> Tensor:

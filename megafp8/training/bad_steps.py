@@ -42,7 +42,7 @@ from megafp8.training.nonfinite_operands import (
     MAX_NAMED,
     NonfiniteOperands,
 )
-from megafp8.training.run import Run, suggestion_case
+from megafp8.training.run import Run
 from megafp8.training.step_parts import Reports
 
 SUM_OVERFLOWS = "gradients overflow in the sum over all ranks"
@@ -202,7 +202,7 @@ def check_may_skip(run: Run, progress: Progress, bad_step: BadStep) -> None:
     limit = ""
     if is_skippable and num_before:
         limit = f", after {num_before} consecutive skipped updates (--max-skipped-steps {training.max_skipped_steps})"
-    suggestions = suggestion_text(suggestion_case(run), for_nonfinite_values)
+    suggestions = suggestion_text(for_nonfinite_values, run.config)
     raise NumericsError(
         f"step {progress.step + 1}: {bad_step.text}\nthe weights were not updated{limit}\nfix: resume from the last "
         f"checkpoint with other data (--override-sample-order), or try one of: {suggestions}; a "

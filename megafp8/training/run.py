@@ -21,12 +21,10 @@ from megafp8.data.sample_hash import SampleHashChain
 from megafp8.data.task_files import Task
 from megafp8.device.platform import Platform
 from megafp8.mcore.process_groups import RankPosition
-from megafp8.metrics.health_suggestions import Case
 from megafp8.metrics.timers import StepTimer
 from megafp8.models.graph_room import GraphRoom
 from megafp8.models.loss import build_forward_step
 from megafp8.resilience.watchdog import Watchdog
-from megafp8.training.checks import machine_problems
 from megafp8.training.cuda_graph import EagerPasses
 from megafp8.training.nonfinite_operands import fall_back
 from megafp8.training.precision import PrecisionPhases
@@ -201,8 +199,3 @@ def non_persistent_folder(config: RunConfig) -> Optional[Path]:
 def checkpoint_folders(config: RunConfig) -> list[Path]:
     """The folders to which the run writes checkpoints: persistent, then non-persistent ones."""
     return [folder for folder in (run_folder(config), non_persistent_folder(config)) if folder is not None]
-
-
-def suggestion_case(run: Run) -> Case:
-    """A run as suggestions see it, with what its machine does not support."""
-    return Case(run.config, run.rank_position.world_size, machine_problems=machine_problems)

@@ -21,7 +21,7 @@ from megafp8.models.dispatch import CodeDispatcher
 from megafp8.models.experts import PaddedExperts
 from megafp8.models.grouped_moe import GroupedExperts
 from megafp8.training.extension import Extension, LoopState
-from megafp8.training.run import Run, suggestion_case
+from megafp8.training.run import Run
 from megafp8.training.step import StepResult
 from megafp8.training.step_parts import RepeatedStep
 
@@ -174,7 +174,7 @@ class ExpertLoads(Extension):
         for layer, kind, what in load_warnings(self.records, model.num_experts, model.moe_router_topk):
             if (layer, kind) not in self.reported:
                 self.reported.add((layer, kind))
-                suggestions = suggestion_text(suggestion_case(run), SUGGESTIONS[kind])
+                suggestions = suggestion_text(SUGGESTIONS[kind], run.config)
                 detail = f"layer {layer}: {kind}: {what}" + (f"; try: {suggestions}" if suggestions else "")
                 written.append(EventRecord(step=record.step, name="health", detail=detail))
         return written

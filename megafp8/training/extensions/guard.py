@@ -55,7 +55,7 @@ from megafp8.quantization.smoothing import channel_scales
 from megafp8.training.cuda_graph import StepHooks
 from megafp8.training.extension import Extension, LoopState, is_multiple
 from megafp8.training.extensions.statistics_hooks import linear_input
-from megafp8.training.run import Run, suggestion_case
+from megafp8.training.run import Run
 from megafp8.training.step import StepResult
 
 EVENT, ALL_LAYERS = "guard", "all layers"
@@ -129,7 +129,7 @@ class LayerGuard(Extension):
         smooths = guard == "smooth-swiglu" and smoothing_helps(statistic, name)
         if key not in self.warnings:
             self.warnings.append(key)
-            if not (moves or smooths) and (suggestions := suggestion_text(statistic, name, suggestion_case(state.run))):
+            if not (moves or smooths) and (suggestions := suggestion_text(statistic, name, state.run.config)):
                 detail += f"; try: {suggestions}"
             state.sinks.write(EventRecord(step=state.step, name=EVENT, detail=detail))
         if moves:

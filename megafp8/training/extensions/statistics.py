@@ -35,7 +35,6 @@ from megafp8.optimizer.gradient_checks import StepTotals
 from megafp8.optimizer.schedules import current_loss_scale
 from megafp8.quantization.linear_plan import Observer
 from megafp8.recipes.base import Operand
-from megafp8.training.checks import machine_problems
 from megafp8.training.cuda_graph import StepHooks
 from megafp8.training.evaluation import build_batches
 from megafp8.training.extension import Extension, LoopState
@@ -112,10 +111,10 @@ class StatisticsCollector:
     """
 
     def __init__(self, run: Run):
-        config, world_size = run.config, run.rank_position.world_size
+        config = run.config
         assert config.logging.fp8_log_interval is not None
         self.run, self.interval = run, config.logging.fp8_log_interval
-        self.health = HealthMonitor(config, world_size, run.warmup_steps, machine_problems)
+        self.health = HealthMonitor(config, run.warmup_steps)
         self.set_precision(precision_at(config.precision, 1))
         self.is_collecting = False
 

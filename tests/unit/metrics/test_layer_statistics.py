@@ -8,7 +8,6 @@ from torch import Tensor
 
 from megafp8.config.flags import parse
 from megafp8.config.rules import setting_problems
-from megafp8.metrics.health_suggestions import Case
 from megafp8.metrics.layer_statistics import (
     INPUT_STATISTICS,
     LIMITS,
@@ -116,7 +115,7 @@ def test_a_warmup_of_a_benchmark_leaves_a_value_before_its_fault_at_the_default_
 def suggestions_of(statistic: str, name: str, words: str) -> str:
     config = parse(f"{RUN} {words}".split()).config
     assert setting_problems(config, 1) == []
-    return suggestion_text(statistic, name, Case(config, 1))
+    return suggestion_text(statistic, name, config)
 
 
 @pytest.mark.parametrize(
@@ -158,9 +157,3 @@ def test_flags_that_the_run_refuses_are_no_suggestion(statistic: str, flags: str
     name = "layers.1.linear_fc2.input" if statistic == "kurtosis" else "layers.1"
     found = suggestions_of(statistic, name, f"{flags} --fp8-guard warn")
     assert found.removesuffix("; a larger --weight-decay") == expected
-
-
-def test_flags_that_the_machine_refuses_are_no_suggestion() -> None:
-    config = parse(f"{RUN} {FP8} --fp8-guard warn".split()).config
-    case = Case(config, 1, machine_problems=lambda each: ["moves"] * (each.training.fp8_guard == "bf16-layer"))
-    assert suggestion_text("kurtosis", "layers.1.linear_fc2.input", case) == f"{SMOOTH}; {KEEP}"
