@@ -250,7 +250,3 @@ def short_warnings(warnings: Sequence[str]) -> list[str]:
     others = [warning for warning in warnings if NO_EFFECT not in warning]
     return [*others, f"no effect: {', '.join(flags)}; --verbose prints the reasons"]
 
-
-def machine_problems(config: RunConfig) -> list[str]:
-    """What a configuration needs and this machine does not support."""
-    return capability.capability_problems(config, capability.detect_target())
