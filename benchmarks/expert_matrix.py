@@ -123,8 +123,7 @@ def cells(found: dict[Block, Steps]) -> list[tuple[Any, ...]]:
     lines = []
     for block, steps in found.items():
         for recipe in (recipe for recipe in OURS if recipe in steps):
-            bases = dict(matrix.compared(steps, recipe))
-            speeds = {name: statistics.median(base) / statistics.median(steps[recipe]) for name, base in bases.items()}
+            speeds = matrix.speeds(steps, recipe)
             slow = matrix.slower_than(steps, recipe)
             to_peer = next((speed for name, speed in speeds.items() if name.startswith("@")), None)
             words = f"slower than {' and '.join(slow)}" if slow else ""
@@ -137,6 +136,7 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", default=["M1", "M2", "M3"])
     matrix.add_options(parser)
+    parser.add_argument("--json", type=Path, required=True, help="file with the rows of all shards")
     parser.add_argument("--only", choices=("megafp8", "peer"), help="measure one of both")
     parser.add_argument("--warm-up", type=int, default=10)
     parser.add_argument("--steps", type=int, default=8)

@@ -141,8 +141,7 @@ def measure(options: argparse.Namespace, task: Task) -> Row:
     meet(platform)
     mean_ms = (time.perf_counter() - times[0]) * 1e3 / options.steps
     times_ms = [1e3 * (after - before) for before, after in itertools.pairwise(times)]
-    peak = torch.tensor([platform.peak_memory_bytes()], dtype=torch.float64, device=platform.device)
-    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    peak = peak_gib(platform)
     if options.profile:
         profile(train, task, options.warm_up + options.steps + 1)
     flags, environment = task.flags, " ".join(f"{name}={value}" for name, value in task.environment.items())
@@ -156,7 +155,7 @@ def measure(options: argparse.Namespace, task: Task) -> Row:
         label=" ".join(f"{task.name} {'FP8 weights' if flags == W else flags} {environment}".split()),
         num_gpus=task.layout.num_gpus,
         step_ms=statistics.median(times_ms), times_ms=[round(each, 1) for each in times_ms],
-        peak_gib=peak.item() / 2**30, gathered_mb=None if gathered is None else gathered / 1e6,
+        peak_gib=peak, gathered_mb=None if gathered is None else gathered / 1e6,
         losses=losses + [each.loss for each in results], device=platform.name, layout=task.name, flags=flags,
         environment=environment, software=task.software, mean_ms=mean_ms,
         num_repeated=None if None in repeated else sum(map(bool, repeated)), attended=attended,
@@ -235,6 +234,13 @@ def profile(train: Trainer, task: Task, first_step: int) -> None:
     found = gpu_profile.profiled(lambda: train(next(steps)))
     if dist.get_rank() == 0:
         print(f"\n{task}\n{found.table()}", flush=True)
+
+
+def peak_gib(platform: Platform) -> float:
+    """Of the rank with the highest."""
+    peak = torch.tensor([platform.peak_memory_bytes()], dtype=torch.float64, device=platform.device)
+    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    return peak.item() / 2**30
 
 
 def meet(platform: Platform) -> None:

@@ -8,8 +8,8 @@ compared with BF16 and with the peer's same recipe. It counts as slower where it
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Optional, TypeVar
 
 BASE = "bf16"
@@ -27,6 +27,11 @@ def compared(steps: Steps, side: str) -> Iterator[tuple[str, list[float]]]:
     peers = (f"@{side}", f"@{side.removesuffix('-e4m3')}")
     if (peer := next((name for name in peers if name in steps), None)) is not None:
         yield peer, steps[peer]
+
+
+def speeds(steps: Steps, side: str) -> dict[str, float]:
+    """How many times as fast a side is as what it is compared with, by their medians."""
+    return {name: statistics.median(base) / statistics.median(steps[side]) for name, base in compared(steps, side)}
 
 
 def slow_rounds(mine: list[float], base: list[float]) -> int:
@@ -61,7 +66,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Those of a matrix in shards."""
     parser.add_argument("--shard", type=shard_argument, metavar="I/N", help="measure every Nth block; default: none")
     parser.add_argument("--minutes", type=float, default=9.0, help="nothing is started after so long")
-    parser.add_argument("--json", type=Path, required=True, help="file with the rows of all shards, a line each")
 
 
 def shard_argument(text: str) -> tuple[int, int]:
