@@ -41,6 +41,7 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("NVTE_CPU_OFFLOAD_V1", "1")
 
 from benchmarks import gpu_layouts, gpu_profile, gpu_steps, matrix  # (gpu_steps: before other imports of torch)
+from benchmarks.engine_overhead import EngineLoop
 from benchmarks.gpu_layout_rows import Layout
 from benchmarks.gpu_matrix_blocks import EMULATED_COST, FP8, SHAPES, TINY, Block, blocks
 from benchmarks.gpu_matrix_rows import Row, Table
@@ -130,8 +131,6 @@ def measure(options: argparse.Namespace, task: Task) -> Row:
 
 def measure_megafp8(options: argparse.Namespace, task: Task) -> Row:
     """The steps of `pretrain_gpt.py`."""
-    from benchmarks.engine_overhead import EngineLoop
-
     validated = gpu_steps.check_flags(task.flags)
     config = validated.invocation.config
     platform = gpu_layouts.join(config.parallel)
@@ -253,7 +252,7 @@ def measure_blocks(options: argparse.Namespace, all_blocks: Sequence[Block]) -> 
             row = trained(options, task)
             with options.json.open("a", encoding="utf-8") as lines:
                 lines.write(json.dumps(asdict(row)) + "\n")
-            result = f"{row.step_ms:.1f} ms" if row.step_ms else f"failed: {row.error.splitlines()[-1]}"
+            result = f"{row.step_ms:.1f} ms" if row.step_ms else f"failed: {row.error.splitlines()[-1].strip()}"
             print(f"{task}: {result}, {time.monotonic() - began:.0f} s", flush=True)
 
 

@@ -172,6 +172,8 @@ ALONE = {
     "no graph": Level("--cuda-graph-impl none"),
     "separate kernels": Level("--no-use-transformer-engine-op-fuser --no-cross-entropy-loss-fusion"),
 }  # fmt: skip
+WEIGHTS = "--use-distributed-optimizer --fp8-param-gather"  # (sharded by default on GPUs only)
+FP8_WEIGHTS = {f"{recipe} weights": f"{recipe} {WEIGHTS}" for recipe in ("tensorwise", FP8)}
 # Modes beside the default model's BF16, by their names. What Hopper has no GEMMs for is emulated there.
 FORMATS = {
     "formats": {
@@ -200,7 +202,7 @@ FORMATS = {
         }.items()
     },
     "FP8 weights": {
-        **{f"{recipe} weights": f"{recipe} --fp8-param-gather" for recipe in ("tensorwise", "delayed", "blockwise")},
+        **FP8_WEIGHTS, "blockwise weights": f"blockwise {WEIGHTS}",
         "FP8-LM O1": f"{FP8} --fp8-lm-level O1", "FP8-LM O2": f"{FP8} --fp8-lm-level O2",
         "FP8-LM O3": f"{FP8} --fp8-lm-level O3",
         "saved norms": f"{FP8} --fp8-saved-activations norm",
@@ -250,7 +252,6 @@ class Layout(NamedTuple):
 
 
 PIPELINE = {"accumulation": "16"}
-FP8_WEIGHTS = {f"{recipe} weights": f"{recipe} --fp8-param-gather" for recipe in ("tensorwise", "delayed")}
 LAYOUTS = {
     "DP 2": Layout("", 2, {}, modes={
         **FP8_WEIGHTS, "BF16 gradients": f"{FP8} --grad-reduce-in-bf16",
@@ -269,7 +270,7 @@ LAYOUTS = {
     ),
     "FSDP 2": Layout(
         "--use-torch-fsdp2 --make-vocab-size-divisible-by 2", 2,
-        modes={"tensorwise weights": FP8_WEIGHTS["tensorwise weights"]},
+        modes={"tensorwise weights": "tensorwise --fp8-param-gather"},
     ),
 }  # fmt: skip
 

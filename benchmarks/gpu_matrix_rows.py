@@ -103,7 +103,7 @@ class Table:
             for side, (row, *_) in self.rows(block).items():
                 place = (block.shape, block.name, side)
                 if row.error:
-                    yield (*place, *([None] * 8), f"failed: {row.error.splitlines()[-1]}")
+                    yield (*place, *([None] * 8), f"failed: {row.error.splitlines()[-1].strip()}")
                 elif not side.startswith("@"):
                     speeds = matrix.speeds(steps, side)
                     to_peer = next((speed for name, speed in speeds.items() if name.startswith("@")), None)
