@@ -182,7 +182,7 @@ def measure_peer(options: argparse.Namespace, task: Task) -> Row:
     if "activation_func" in changes:
         changes["activation_func"] = {"gelu": F.gelu, "squared_relu": squared_relu}[changes["activation_func"]]
     loop = PeerLoop(
-        TINY,  # all of whose sizes are changed
+        "A",  # all of whose sizes are changed
         task.mode.removeprefix("@"),
         fused_operations=changes.get("activation_func") is not squared_relu,  # which they lack
         turned_off=CPU_FUSIONS if platform.kind == "cpu" else (),
@@ -291,7 +291,7 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="BLOCK", help="blocks with these names")
     parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps before the timed ones")
     parser.add_argument("--steps", type=int, default=6, help="timed steps")
-    parser.add_argument("--mode-s", type=float, default=90.0, help="seconds after which a side is given up")
+    parser.add_argument("--mode-s", type=float, default=120.0, help="seconds after which a side is given up")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try it on any machine")
     parser.add_argument("--plan", action="store_true", help="print what there is to measure, and start nothing")
     parser.add_argument("--table", action="store_true", help="print the table, and start nothing")
@@ -309,7 +309,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         all_blocks = [block for block in all_blocks if block.name in options.only]
     mine = [block for block in all_blocks if block.num_gpus == options.gpus]
     if options.plan:
-        print(plan(options, mine))
+        print(plan(options, matrix.blocks_of(options.shard, mine, []) if options.shard else mine))
         return 0
     if options.shard and not options.table:
         with contextlib.suppress(ImportError):  # without Transformer Engine

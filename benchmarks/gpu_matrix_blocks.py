@@ -70,6 +70,11 @@ def activation(name: str) -> dict[str, Any]:
     return {"gated_linear_unit": False, "activation_func": name, "bias_activation_fusion": False}
 
 
+def recomputed(granularity: str, flags: str, **peer: Any) -> Level:
+    """Recomputation of activations."""
+    return Level(f"--recompute-granularity {granularity} {flags}", {"recompute_granularity": granularity, **peer})
+
+
 # The first level is the default. Sizes of batches, whose levels have no flags, are in `Block`.
 FEATURES: dict[str, dict[str, Level]] = {
     "activation": {
@@ -110,6 +115,15 @@ FEATURES: dict[str, dict[str, Level]] = {
         "untied": Level("--untie-embeddings-and-output-weights", {}),
         "tied": Level("", {"model": {"share_embeddings_and_output_weights": True}}),
     },
+    "documents": {"joined": Level("", {}), "masked": Level("--reset-attention-mask --eod-mask-loss")},
+    "recomputed": {
+        "nothing": Level("", {}),
+        "layers": recomputed(
+            "full", "--recompute-method uniform --recompute-num-layers 1", recompute_method="uniform",
+            recompute_num_layers=1,
+        ),
+        "attention": recomputed("selective", "--recompute-modules core_attn", recompute_modules=["core_attn"]),
+    },
     "vocabulary": {"50304": Level("", {}), "50002": Level("", {})},
     "length": {"2048": Level("", {}), "512": Level("", {}), "8192": Level("", {}), "2000": Level("", {})},
     "micro-batch": {"full": Level("", {}), "1": Level("", {})},
@@ -121,11 +135,6 @@ def moments(first: str, second: str, **peer: Any) -> Level:
     """Adam's moments in other dtypes."""
     flags = f"--use-precision-aware-optimizer --exp-avg-dtype {first} --exp-avg-sq-dtype {second}"
     return Level(flags, {"optimizer": {"use_precision_aware_optimizer": True, **peer}} if peer else None)
-
-
-def recomputed(granularity: str, flags: str, **peer: Any) -> Level:
-    """Recomputation of activations."""
-    return Level(f"--recompute-granularity {granularity} {flags}", {"recompute_granularity": granularity, **peer})
 
 
 LATENT = {
@@ -142,7 +151,6 @@ ALONE = {
     "output logits softly capped": Level("--output-logit-softcapping 30"),
     "learnable softmax": Level("--softmax-type learnable", {"softmax_type": "learnable"}),
     "multi-token prediction": Level("--mtp-num-layers 1"),
-    "documents": Level("--reset-attention-mask --eod-mask-loss"),
     "largest attention logit": Level("--log-max-attention-logit"),
     "QK-clip": Level("--qk-clip"),
     "EMA": Level("--ema-decay 0.99 --ema-interval 1"),
@@ -158,13 +166,10 @@ ALONE = {
     "optimizer in several passes": Level("--no-one-pass-optimizer"),
     "optimizer not sharded": Level("--no-use-distributed-optimizer"),
     "performance max": Level("--performance max"),
-    "recomputed layers": recomputed(
-        "full", "--recompute-method uniform --recompute-num-layers 1", recompute_method="uniform",
-        recompute_num_layers=1,
-    ),
-    "recomputed attention": recomputed("selective", "--recompute-modules core_attn", recompute_modules=["core_attn"]),
+    # Not in FEATURES: it is refused with biases.
     "recomputed MLP": recomputed("selective", "--recompute-modules mlp", recompute_modules=["mlp"]),
     "offload": Level("--fine-grained-activation-offloading --offload-modules core_attn attn_proj"),
+    "unchecked gradients": Level("--no-check-for-nan-in-loss-and-grad"),
     "norms and zeros": Level("--log-params-norm --log-num-zeros-in-grad"),
     "energy": Level("--log-energy"),
     "spikes": Level("--spike-policy skip --max-skipped-steps 10"),
@@ -399,8 +404,9 @@ def blocks(shapes: Sequence[str]) -> list[Block]:
 def singles(shape: str) -> Iterator[Block]:
     """The default model with one change."""
     for feature, levels in FEATURES.items():
-        for name in list(levels)[1:]:
-            yield Block(shape, f"{feature} {name}", {feature: name}, peer={})
+        for name, level in list(levels.items())[1:]:
+            peer = None if level.peer is None else {}  # that of the level
+            yield Block(shape, f"{feature} {name}", {feature: name}, peer=peer)
     for name, level in ALONE.items():
         # Every head of latent attention has keys of its own.
         levels = {"heads": "MHA"} if "latent" in name else {}

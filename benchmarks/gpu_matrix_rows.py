@@ -20,6 +20,8 @@ from benchmarks.matrix import BASE
 
 EMULATED = "all layers are emulated"
 """Of a warning, whose reason may have the words of a map instead of its flag."""
+NOT_OF_SPEED = (" stands for ", " is read as ", " no effect")
+"""Of warnings about what flags mean."""
 HEADER = (
     "model", "block", "side", "step ms", "to the peer", "to BF16", "to the default", "graph", "idle", "peak GiB",
     "finite", "",
@@ -57,8 +59,10 @@ class Row:
 
     @property
     def is_named(self) -> bool:
-        """Whether the run told before step 1 of what it has beside the default."""
-        return any(word in text for text in self.said for word in (*self.own_flags, EMULATED))
+        """Whether the run told before step 1 of what it has beside the default, or was to emulate."""
+        told = [text for text in self.said if not any(word in text for word in NOT_OF_SPEED)]
+        is_told = any(word in text for text in told for word in (*self.own_flags, EMULATED))
+        return is_told or "--transformer-impl" in self.own_flags
 
     @property
     def is_finite(self) -> bool:
