@@ -181,6 +181,8 @@ def measure_peer(options: argparse.Namespace, task: Task) -> Row:
     changes, layout = task.block.peer_changes(), task.block.layout
     if "activation_func" in changes:
         changes["activation_func"] = {"gelu": F.gelu, "squared_relu": squared_relu}[changes["activation_func"]]
+    optimizer = changes.pop("optimizer", {})
+    dtypes = {name: getattr(torch, value) for name, value in optimizer.items() if name.endswith("_dtype")}
     loop = PeerLoop(
         "A",  # all of whose sizes are changed
         task.mode.removeprefix("@"),
@@ -188,7 +190,7 @@ def measure_peer(options: argparse.Namespace, task: Task) -> Row:
         turned_off=CPU_FUSIONS if platform.kind == "cpu" else (),
         division=Division(**(layout.division if layout and layout.division else {})),
         device=platform.device.type,
-        changes=changes,
+        changes=changes | {"optimizer": optimizer | dtypes},
     )
     losses = list[float]()
     times_ms = timed(lambda: losses.append(loop.step(len(losses))), options, platform)

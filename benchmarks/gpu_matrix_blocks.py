@@ -53,6 +53,10 @@ TINY = "tiny"
 SHAPES[TINY] = Shape(4, 128, 384, 8, 128, divisor=32, us_a_token=500.0)
 
 
+SHARDED = "--use-distributed-optimizer"  # the default on GPUs only
+LOW_PRECISION = f"{SHARDED} --use-precision-aware-optimizer"
+
+
 class Level(NamedTuple):
     """A choice for a feature.
 
@@ -132,8 +136,8 @@ FEATURES: dict[str, dict[str, Level]] = {
 
 
 def moments(first: str, second: str, **peer: Any) -> Level:
-    """Adam's moments in other dtypes."""
-    flags = f"--use-precision-aware-optimizer --exp-avg-dtype {first} --exp-avg-sq-dtype {second}"
+    """Adam's moments in other dtypes, the peer's by torch's names."""
+    flags = f"{LOW_PRECISION} --exp-avg-dtype {first} --exp-avg-sq-dtype {second}"
     return Level(flags, {"optimizer": {"use_precision_aware_optimizer": True, **peer}} if peer else None)
 
 
@@ -155,16 +159,18 @@ ALONE = {
     "QK-clip": Level("--qk-clip"),
     "EMA": Level("--ema-decay 0.99 --ema-interval 1"),
     "EMA in BF16": Level("--ema-decay 0.99 --ema-interval 1 --ema-dtype bf16"),
-    "SGD": Level("--optimizer sgd", {"optimizer": {"optimizer": "sgd"}}),
+    "SGD": Level("--optimizer sgd", {"optimizer": {"optimizer": "sgd", "use_distributed_optimizer": False}}),
     "Muon": Level("--optimizer muon"),
     "BF16 moments": moments("bf16", "bf16", exp_avg_dtype="bfloat16", exp_avg_sq_dtype="bfloat16"),
     "FP16 moments": moments("fp16", "fp16", exp_avg_dtype="float16", exp_avg_sq_dtype="float16"),
     "FP8 moments": moments("fp8", "fp8", exp_avg_dtype="uint8", exp_avg_sq_dtype="uint8"),
     "FP8 and FP16 moments": moments("fp8", "fp16", exp_avg_dtype="uint8", exp_avg_sq_dtype="float16"),
-    "FP16 master weights": Level("--use-precision-aware-optimizer --main-params-dtype fp16"),
-    "BF16 gradients": Level("--use-precision-aware-optimizer --main-grads-dtype bf16 --grad-reduce-in-bf16"),
+    "FP16 master weights": Level(f"{LOW_PRECISION} --main-params-dtype fp16"),
+    "BF16 gradients": Level(f"{LOW_PRECISION} --main-grads-dtype bf16 --grad-reduce-in-bf16"),
     "optimizer in several passes": Level("--no-one-pass-optimizer"),
-    "optimizer not sharded": Level("--no-use-distributed-optimizer"),
+    "optimizer not sharded": Level(
+        "--no-use-distributed-optimizer", {"optimizer": {"use_distributed_optimizer": False}}
+    ),
     "performance max": Level("--performance max"),
     # Not in FEATURES: it is refused with biases.
     "recomputed MLP": recomputed("selective", "--recompute-modules mlp", recompute_modules=["mlp"]),
@@ -177,7 +183,7 @@ ALONE = {
     "no graph": Level("--cuda-graph-impl none"),
     "separate kernels": Level("--no-use-transformer-engine-op-fuser --no-cross-entropy-loss-fusion"),
 }  # fmt: skip
-WEIGHTS = "--use-distributed-optimizer --fp8-param-gather"  # (sharded by default on GPUs only)
+WEIGHTS = f"{SHARDED} --fp8-param-gather"
 FP8_WEIGHTS = {f"{recipe} weights": f"{recipe} {WEIGHTS}" for recipe in ("tensorwise", FP8)}
 # Modes beside the default model's BF16, by their names. What Hopper has no GEMMs for is emulated there.
 FORMATS = {

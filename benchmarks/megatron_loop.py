@@ -255,17 +255,19 @@ class PeerLoop:
         if is_set("NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"):
             keep_sizes_of_groups_on_the_device()
         model = build_model(self.config, options, device, fused_operations)
-        ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, overlap_grad_reduce=True, overlap_param_gather=True,
-            use_distributed_optimizer=True,
-        )  # fmt: skip
-        self.model = DistributedDataParallel(self.config, ddp, Float16Module(self.config, model))
         fields = {
             "optimizer": "adam", "lr": 3e-5, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95,
             "clip_grad": 1.0, "bf16": True, "params_dtype": torch.bfloat16, "use_distributed_optimizer": True,
-            "overlap_param_gather": True,
+            **optimizer,
         }  # fmt: skip
-        self.optimizer = get_megatron_optimizer(OptimizerConfig(**(fields | optimizer)), [self.model])
+        is_sharded = fields["use_distributed_optimizer"]
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, overlap_grad_reduce=True, overlap_param_gather=is_sharded,
+            use_distributed_optimizer=is_sharded,
+        )  # fmt: skip
+        self.model = DistributedDataParallel(self.config, ddp, Float16Module(self.config, model))
+        settings = OptimizerConfig(**fields, overlap_param_gather=is_sharded)
+        self.optimizer = get_megatron_optimizer(settings, [self.model])
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.no_sync_func = self.model.no_sync
         self.config.grad_sync_func = self.model.start_grad_sync  # later stages: in the pipeline's last bubble
