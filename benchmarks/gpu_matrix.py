@@ -1,9 +1,9 @@
 """Slow cells of dense models: one feature changed at a time, and pairs of features, in BF16, in FP8 and at the peer.
 
     python benchmarks/gpu_matrix.py --plan                                      (what there is; starts nothing)
-    python benchmarks/gpu_matrix.py --shard 1/8 --json FILE [--minutes 9]
-    python benchmarks/gpu_matrix.py --shard 1/2 --json FILE --gpus 2            (what needs two GPUs)
-    python benchmarks/gpu_matrix.py --table --json FILE
+    python benchmarks/gpu_matrix.py --shard 1/7 --json FILE [--minutes 9]
+    python benchmarks/gpu_matrix.py --shard 1/1 --json FILE --gpus 2            (what needs two GPUs)
+    python benchmarks/gpu_matrix.py --table --json FILE                         (what was measured)
     python benchmarks/gpu_matrix.py --tiny --shard 1/1 --json FILE              (to try it on any machine)
 
 `gpu_matrix_blocks.py` has the blocks: a model of 413 million parameters and two layers of llama3-8b's width, each with
@@ -44,7 +44,7 @@ from benchmarks import gpu_layouts, gpu_profile, gpu_steps, matrix  # (gpu_steps
 from benchmarks.engine_overhead import EngineLoop
 from benchmarks.gpu_layout_rows import Layout
 from benchmarks.gpu_matrix_blocks import EMULATED_COST, FP8, SHAPES, TINY, Block, blocks
-from benchmarks.gpu_matrix_rows import Row, Table
+from benchmarks.gpu_matrix_rows import Row, Table, last_line
 from benchmarks.matrix import BASE
 
 import torch  # isort: skip
@@ -254,7 +254,7 @@ def measure_blocks(options: argparse.Namespace, all_blocks: Sequence[Block]) -> 
             row = trained(options, task)
             with options.json.open("a", encoding="utf-8") as lines:
                 lines.write(json.dumps(asdict(row)) + "\n")
-            result = f"{row.step_ms:.1f} ms" if row.step_ms else f"failed: {row.error.splitlines()[-1].strip()}"
+            result = f"{row.step_ms:.1f} ms" if row.step_ms else f"failed: {last_line(row.error)}"
             print(f"{task}: {result}, {time.monotonic() - began:.0f} s", flush=True)
 
 
@@ -313,13 +313,14 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     if options.plan:
         print(plan(options, matrix.blocks_of(options.shard, mine, []) if options.shard else mine))
         return 0
-    if options.shard and not options.table:
+    is_measuring = options.shard is not None and not options.table
+    if is_measuring:
         with contextlib.suppress(ImportError):  # without Transformer Engine
             gpu_steps.import_everything()
         options.method = gpu_steps.start_method() if torch.cuda.is_available() else "fork"
         measure_blocks(options, mine)
     table = Table(all_blocks, options.json)
-    print(table.text())
+    print(table.summary() if is_measuring else table.text())
     return 1 if any(table.missing(block) for block in all_blocks) else 0
 
 

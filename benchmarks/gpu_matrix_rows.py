@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import statistics
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,8 @@ EMULATED = "all layers are emulated"
 """Of a warning, whose reason may have the words of a map instead of its flag."""
 NOT_OF_SPEED = (" stands for ", " is read as ", " no effect")
 """Of warnings about what flags mean."""
+short = functools.partial(textwrap.shorten, width=100, placeholder="...")
+"""Of a text, whose whole is in the file."""
 HEADER = (
     "model", "block", "side", "step ms", "to the peer", "to BF16", "to the default", "graph", "idle", "peak GiB",
     "finite", "",
@@ -107,7 +111,7 @@ class Table:
             for side, (row, *_) in self.rows(block).items():
                 place = (block.shape, block.name, side)
                 if row.error:
-                    yield (*place, *([None] * 8), f"failed: {row.error.splitlines()[-1].strip()}")
+                    yield (*place, *([None] * 8), f"failed: {short(last_line(row.error))}")
                 elif not side.startswith("@"):
                     speeds = matrix.speeds(steps, side)
                     to_peer = next((speed for name, speed in speeds.items() if name.startswith("@")), None)
@@ -117,7 +121,7 @@ class Table:
                         *place, statistics.median(steps[side]), to_peer, speeds.get(BASE), self.to_default(row),
                         "yes" if row.has_graph else "no", None if row.idle is None else f"{row.idle:.0%}",
                         row.peak_gib, "yes" if row.is_finite else "NO",
-                        "; ".join([*(words if slow else ()), *row.said]),
+                        "; ".join([*(words if slow else ()), *map(short, row.said)]),
                     )  # fmt: skip
 
     def unnamed(self) -> Iterator[str]:
@@ -131,12 +135,28 @@ class Table:
                     text = ", ".join(f"{speeds[name]:.2f} of {name}" for name in slow)
                     yield f"{block.shape}, {block.name}, {side}: {text}"
 
+    def failed(self) -> Iterator[str]:
+        """Sides without a time, and the last line of each."""
+        for block in self.blocks:
+            for side, rows in self.rows(block).items():
+                if error := next((row.error for row in rows if row.error), ""):
+                    yield f"{block.shape}, {block.name}, {side}: {last_line(error)}"
+
+    def summary(self) -> str:
+        """What to look at."""
+        slow, failed = list(self.unnamed()), list(self.failed())
+        lacking = [count for block in self.blocks if (count := len(self.missing(block)))]
+        return "\n".join([
+            f"slow and not named: {len(slow)}", *(f"- {line}" for line in slow),
+            f"failed: {len(failed)}", *(f"- {line}" for line in failed),
+            f"to measure: {sum(lacking)} sides of {len(lacking)} blocks",
+        ])  # fmt: skip
+
     def text(self) -> str:
         """All of it for people."""
-        slow = list(self.unnamed())
-        lacking = [block for block in self.blocks if self.missing(block)]
-        ends = [
-            f"slow and not named: {len(slow)}", *(f"- {line}" for line in slow),
-            f"to measure: {sum(len(self.missing(block)) for block in lacking)} sides of {len(lacking)} blocks",
-        ]  # fmt: skip
-        return "\n".join([timing.format_table(HEADER, list(self.lines())), "", *ends])
+        return f"{timing.format_table(HEADER, list(self.lines()))}\n\n{self.summary()}"
+
+
+def last_line(error: str) -> str:
+    """The message of a traceback."""
+    return error.splitlines()[-1].strip()

@@ -124,6 +124,7 @@ def test_what_is_there_is_not_measured_again(tmp_path: Path) -> None:
     found = Table([block], path)
     assert found.missing(block) == []
     assert [line[-1] for line in found.lines()][-1] == "failed: two"
+    assert list(found.failed()) == [f"{MID}, x, @bf16: two"]
 
 
 def test_speed_to_the_default(tmp_path: Path) -> None:
@@ -156,6 +157,7 @@ def test_shards_share_the_blocks_and_end_in_time(tmp_path: Path, monkeypatch: py
     assert ends("--shard", "1/1") == ends("--table") == 0 and len(done) == len(set(done))
 
 
+@pytest.mark.slow
 def test_a_run_on_a_cpu(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A failure is recorded, and the others go on."""
     path = tmp_path / "rows"
