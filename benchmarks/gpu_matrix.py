@@ -51,9 +51,10 @@ import torch  # isort: skip
 import torch.nn.functional as F  # isort: skip
 
 from megafp8.config.schema.model import ParallelConfig
-from megafp8.device.platform import Platform
+from megafp8.device.platform import Platform, limit_device_connections
 from megafp8.metrics.sinks import Sinks
 from megafp8.training.checks import ValidatedRun, short_warnings
+from megafp8.training.cuda_graph import StepGraph
 from megafp8.training.evaluation import build_batches
 from megafp8.training.extension import Extension, LoopState
 from megafp8.training.run import Run
@@ -140,7 +141,9 @@ def measure_megafp8(options: argparse.Namespace, task: Task) -> Row:
     loop.extensions.append(losses)
     replace_batches(loop.state, num_steps)
     times_ms = timed(loop.step, options, platform)
-    has_graph, peak = run.graph.is_captured, gpu_layouts.peak_gib(platform)
+    # Steps with statistics have graphs of their own, which `is_captured` does not count.
+    has_graph = isinstance(run.graph, StepGraph) and run.graph.pool is not None
+    peak = gpu_layouts.peak_gib(platform)
     idle = idle_fraction(loop.step) if platform.kind == "cuda" else None
     run.graph.reset()  # NCCL cannot destroy a communicator that a CUDA graph uses
     found = {"losses": losses.values, "has_graph": has_graph, "idle": idle, "said": said_of(validated)}
@@ -177,8 +180,10 @@ def measure_peer(options: argparse.Namespace, task: Task) -> Row:
 
     from benchmarks.megatron_loop import Division, PeerLoop
 
-    platform = gpu_layouts.join(ParallelConfig())
     changes, layout = task.block.peer_changes(), task.block.layout
+    division = Division(**(layout.division if layout and layout.division else {}))
+    limit_device_connections(division.tensor)
+    platform = gpu_layouts.join(ParallelConfig())
     if "activation_func" in changes:
         changes["activation_func"] = {"gelu": F.gelu, "squared_relu": squared_relu}[changes["activation_func"]]
     optimizer = changes.pop("optimizer", {})
@@ -188,7 +193,7 @@ def measure_peer(options: argparse.Namespace, task: Task) -> Row:
         task.mode.removeprefix("@"),
         fused_operations=changes.get("activation_func") is not squared_relu,  # which they lack
         turned_off=CPU_FUSIONS if platform.kind == "cpu" else (),
-        division=Division(**(layout.division if layout and layout.division else {})),
+        division=division,
         device=platform.device.type,
         changes=changes | {"optimizer": optimizer | dtypes},
     )

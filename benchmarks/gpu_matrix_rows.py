@@ -39,7 +39,7 @@ class Row:
     Attributes:
         step_ms: median of the steps.
         tokens_per_second: of a GPU.
-        has_graph: whether the last step was a CUDA graph; None of the peer.
+        has_graph: whether steps were a CUDA graph; None of the peer.
         idle: part of two profiled steps in which no kernel ran; None where they were not profiled.
         said: warnings before step 1, and why there is no CUDA graph.
         own_flags: flags that the default does not have.
