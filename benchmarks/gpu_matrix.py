@@ -313,6 +313,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     options = parse(argv)
     all_blocks = blocks([TINY] if options.tiny else [name for name in SHAPES if name != TINY])
     if options.only:
+        if unknown := set(options.only) - {block.name for block in all_blocks}:
+            sys.exit(f"--only: there is no {' and no '.join(sorted(unknown))}: --plan lists the blocks")
         all_blocks = [block for block in all_blocks if block.name in options.only]
     mine = [block for block in all_blocks if block.num_gpus == options.gpus]
     if options.plan:

@@ -22,7 +22,6 @@ from benchmarks.gpu_train import COMMON, NO_DROPOUT
 from benchmarks.matrix import BASE
 
 FP8 = "delayed"  # --fp8-format's default recipe
-PEER_OF_TENSOR_SCALES = ("tensorwise", "delayed")
 EMULATED_COST = 5
 """Of an emulated step, to one of Transformer Engine; a rough estimate for --plan."""
 
@@ -52,7 +51,6 @@ SHAPES = {
 TINY = "tiny"
 SHAPES[TINY] = Shape(4, 128, 384, 8, 128, divisor=32, us_a_token=500.0)
 
-
 SHARDED = "--use-distributed-optimizer"  # the default on GPUs only
 LOW_PRECISION = f"{SHARDED} --use-precision-aware-optimizer"
 
@@ -70,7 +68,7 @@ class Level(NamedTuple):
 
 
 def activation(name: str) -> dict[str, Any]:
-    """The peer's MLP without a gate, by a name in `gpu_matrix.ACTIVATIONS`."""
+    """The peer's MLP without a gate, by the name of its function."""
     return {"gated_linear_unit": False, "activation_func": name, "bias_activation_fusion": False}
 
 
@@ -138,7 +136,7 @@ FEATURES: dict[str, dict[str, Level]] = {
 def moments(first: str, second: str, **peer: Any) -> Level:
     """Adam's moments in other dtypes, the peer's by torch's names."""
     flags = f"{LOW_PRECISION} --exp-avg-dtype {first} --exp-avg-sq-dtype {second}"
-    return Level(flags, {"optimizer": {"use_precision_aware_optimizer": True, **peer}} if peer else None)
+    return Level(flags, {"optimizer": {"use_precision_aware_optimizer": True, **peer}})
 
 
 LATENT = {
