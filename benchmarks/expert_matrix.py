@@ -13,8 +13,7 @@ The peer has the dispatcher `alltoall`, and is in one block of a layout; its ste
 half as many are timed. Where Transformer Engine has one launch per GEMM (`megatron_loop.py`), the peer uses it. In FP8
 it has no fused router, whose gradient fails with FP8's padding (megatron-core 0.16.1 and 0.19.2).
 
-A cell counts as slower where its step takes more than 1 / 0.97 of BF16's, or of the peer's with the same recipe, in two
-rounds. Where it does in the first one, it is measured a second time, beside what it is compared with.
+`matrix.py` says which cells count as slower, and which are measured again.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import timing
+from benchmarks import matrix, timing
 from benchmarks.gpu_layout_rows import LAYOUTS, config_of
 from benchmarks.gpu_train import SHAPES
+from benchmarks.matrix import BASE, Steps
 
 ONE, TWO = "1 GPU", "EP 2"
-BASE = "bf16"
 HYBRID = ("tensorwise", "delayed", "blockwise")
 OURS = (BASE, *HYBRID, "tensorwise-e4m3", "delayed-e4m3")
 PEERS = tuple(f"@{recipe}" for recipe in (BASE, *HYBRID))
@@ -47,10 +46,6 @@ ONE_LAUNCH = "NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM=1"
 MOST_EXPERTS = 64  # of Transformer Engine's launch
 WITHOUT_ONE_LAUNCH = ("@delayed", "@blockwise")
 """It does not know delayed scaling; its cast to blocks fails with an assertion on the device (2.20.2)."""
-LIMIT, ROUNDS = 0.97, 2
-
-Steps = dict[str, list[float]]
-"""Milliseconds of each round, by recipe; of the peer behind an @."""
 
 
 class Block(NamedTuple):
@@ -111,38 +106,6 @@ def dispatcher_of(row: dict[str, Any], is_peer: bool) -> str:
     return row["flags"].removeprefix(f"{DISPATCHER} ")
 
 
-def compared(steps: Steps, recipe: str) -> Iterator[tuple[str, list[float]]]:
-    """What a recipe of megafp8 must not be slower than: its name, and its steps."""
-    if recipe != BASE and BASE in steps:
-        yield BASE, steps[BASE]
-    peer = f"@{recipe.removesuffix('-e4m3')}"
-    if peer in steps:
-        yield peer, steps[peer]
-
-
-def slow_rounds(mine: list[float], base: list[float]) -> int:
-    """Rounds in which it is slower, or -1 if it is not in one of them.
-
-    One of both may have more rounds, for the sake of others: compared are the first ones, and the last ones.
-    """
-    rounds = min(len(mine), len(base))
-    both = zip(*([times[0], *times[len(times) - rounds + 1 :]] for times in (mine, base)), strict=True)
-    slow = [theirs / ours < LIMIT for ours, theirs in both]
-    return rounds if all(slow) else -1
-
-
-def missing(block: Block, steps: Steps) -> list[str]:
-    """Recipes to measure: those without a row, or else those in doubt, with what they are compared with."""
-    if lacking := [recipe for recipe in block.recipes if recipe not in steps]:
-        return lacking
-    doubtful = dict[str, None]()
-    for recipe in (recipe for recipe in block.recipes if not recipe.startswith("@")):
-        for name, base in compared(steps, recipe):
-            if 0 < slow_rounds(steps[recipe], base) < ROUNDS:
-                doubtful |= dict.fromkeys((name, recipe))
-    return list(doubtful)
-
-
 def measure(block: Block, recipes: Sequence[str], options: argparse.Namespace) -> None:
     """Measure some recipes of a block, whose rows are appended to the file one by one."""
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu_layouts.py"), "--shape", block.shape, "--append"]
@@ -160,9 +123,8 @@ def cells(found: dict[Block, Steps]) -> list[tuple[Any, ...]]:
     lines = []
     for block, steps in found.items():
         for recipe in (recipe for recipe in OURS if recipe in steps):
-            bases = dict(compared(steps, recipe))
-            speeds = {name: statistics.median(base) / statistics.median(steps[recipe]) for name, base in bases.items()}
-            slow = [name for name, base in bases.items() if slow_rounds(steps[recipe], base) >= ROUNDS]
+            speeds = matrix.speeds(steps, recipe)
+            slow = matrix.slower_than(steps, recipe)
             to_peer = next((speed for name, speed in speeds.items() if name.startswith("@")), None)
             words = f"slower than {' and '.join(slow)}" if slow else ""
             lines.append((*block, recipe, statistics.median(steps[recipe]), speeds.get(BASE), to_peer, words))
@@ -173,19 +135,12 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", default=["M1", "M2", "M3"])
-    parser.add_argument("--shard", help="I/N: measure every Nth block; default: only print the table")
-    parser.add_argument("--minutes", type=float, default=9.0, help="no block is started after so long")
+    matrix.add_options(parser)
+    parser.add_argument("--json", type=Path, required=True, help="file with the rows of all shards")
     parser.add_argument("--only", choices=("megafp8", "peer"), help="measure one of both")
     parser.add_argument("--warm-up", type=int, default=10)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--json", type=Path, required=True, help="file with the rows of all shards")
-    options = parser.parse_args(argv)
-    if options.shard:
-        number, _, total = options.shard.partition("/")
-        if not (number.isdigit() and total.isdigit() and 1 <= int(number) <= int(total)):
-            parser.error(f"--shard {options.shard}: give I/N with 1 <= I <= N")
-        options.number, options.total = int(number), int(total)
-    return options
+    return parser.parse_args(argv)
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -193,10 +148,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     options = parse(argv)
     began, all_blocks = time.monotonic(), blocks(options.shapes)
     found = read(options.json)
-    mine = all_blocks[options.number - 1 :: options.total] if options.shard else []
-    # Second rounds come last.
-    for block in sorted(mine, key=lambda block: set(block.recipes) <= set(found.get(block, {}))):
-        recipes = missing(block, read(options.json).get(block, {}))
+    complete = [block for block, steps in found.items() if set(block.recipes) <= set(steps)]
+    for block in matrix.blocks_of(options.shard, all_blocks, complete):
+        recipes = matrix.missing(block.recipes, read(options.json).get(block, {}))
         if options.only:
             recipes = [recipe for recipe in recipes if recipe.startswith("@") is (options.only == "peer")]
         if recipes and time.monotonic() - began < 60 * options.minutes:
@@ -204,7 +158,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     found = read(options.json)
     header = ("shape", "layout", "dispatcher", "recipe", "step ms", "to BF16", "to the peer", "")
     print(timing.format_table(header, cells(found)))
-    todo = {block: missing(block, found.get(block, {})) for block in all_blocks}
+    todo = {block: matrix.missing(block.recipes, found.get(block, {})) for block in all_blocks}
     for block, recipes in todo.items():
         if recipes:
             print(f"to measure: {' '.join(block)}: {', '.join(recipes)}")

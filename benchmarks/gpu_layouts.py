@@ -85,18 +85,25 @@ class Trained(NamedTuple):
 
 Trainer = Callable[[int], Trained]
 """Trains step i."""
+Work = Callable[[argparse.Namespace, Any], Any]
+"""What a rank does for a task."""
 
 
 # ---- in a rank ----------------------------------------------------------------------------------------------------
 
 
 def be_rank(
-    sender: Connection, options: argparse.Namespace, task: Task, rank: int, first_gpu: int, address: tuple[str, int]
+    sender: Connection,
+    work: Work,
+    options: argparse.Namespace,
+    task: Task,
+    rank: int,
+    first_gpu: int,
+    address: tuple[str, int],
 ) -> None:
-    """The life of a rank: rank 0 sends a row, every rank the error that it meets."""
-    layout = task.layout
+    """The life of a rank: rank 0 sends what its work returns, every rank the error that it meets."""
     os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": str(layout.num_gpus), "LOCAL_RANK": str(first_gpu + rank),
+        "RANK": str(rank), "WORLD_SIZE": str(task.layout.num_gpus), "LOCAL_RANK": str(first_gpu + rank),
         "LOCAL_WORLD_SIZE": str(options.gpus), "MASTER_ADDR": address[0], "MASTER_PORT": str(address[1]),
     }  # fmt: skip
     os.environ |= task.environment
@@ -104,22 +111,26 @@ def be_rank(
     faulthandler.dump_traceback_later(0.95 * options.mode_s)
     os.environ.setdefault("UB_SKIPMC", "1")  # user buffers without NVLink multicast, which not every host allows
     try:
-        # Checked before CUDA is used: tensor parallelism sets how it starts kernels.
-        validated = gpu_steps.check_mode(options, mode_text(task, options.shape))
-        platform = detect_platform()
-        # The peer has no memory registered with NCCL, and none of its settings.
-        parallel = validated.invocation.config.parallel if task.software == OURS else ParallelConfig()
-        init_distributed(platform, dataclasses.replace(parallel, distributed_timeout_minutes=JOIN_MINUTES))
-        row = measure(options, task, validated, platform)
+        row = work(options, task)
         sender.send(row if rank == 0 else None)
         shutdown_distributed()
     except Exception:  # noqa: BLE001 - the other modes are still of interest
         sender.send(f"rank {rank}: {traceback.format_exc()}")
 
 
-def measure(options: argparse.Namespace, task: Task, validated: ValidatedRun, platform: Platform) -> Row:
+def join(parallel: ParallelConfig) -> Platform:
+    """Meet the other ranks, after the checks: tensor parallelism sets how CUDA starts kernels before its first use."""
+    platform = detect_platform()
+    init_distributed(platform, dataclasses.replace(parallel, distributed_timeout_minutes=JOIN_MINUTES))
+    return platform
+
+
+def measure(options: argparse.Namespace, task: Task) -> Row:
     """Build a mode on all ranks and train."""
     is_peer = task.software == PEER
+    validated = gpu_steps.check_mode(options, mode_text(task, options.shape))
+    # The peer has no memory registered with NCCL, and none of its settings.
+    platform = join(ParallelConfig() if is_peer else validated.invocation.config.parallel)
     train = peer_trainer(options, task, validated, platform) if is_peer else our_trainer(options, validated)
     losses = [train(step).loss for step in range(1, options.warm_up + 1)]
     meet(platform)
@@ -130,8 +141,7 @@ def measure(options: argparse.Namespace, task: Task, validated: ValidatedRun, pl
     meet(platform)
     mean_ms = (time.perf_counter() - times[0]) * 1e3 / options.steps
     times_ms = [1e3 * (after - before) for before, after in itertools.pairwise(times)]
-    peak = torch.tensor([platform.peak_memory_bytes()], dtype=torch.float64, device=platform.device)
-    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    peak = peak_gib(platform)
     if options.profile:
         profile(train, task, options.warm_up + options.steps + 1)
     flags, environment = task.flags, " ".join(f"{name}={value}" for name, value in task.environment.items())
@@ -145,7 +155,7 @@ def measure(options: argparse.Namespace, task: Task, validated: ValidatedRun, pl
         label=" ".join(f"{task.name} {'FP8 weights' if flags == W else flags} {environment}".split()),
         num_gpus=task.layout.num_gpus,
         step_ms=statistics.median(times_ms), times_ms=[round(each, 1) for each in times_ms],
-        peak_gib=peak.item() / 2**30, gathered_mb=None if gathered is None else gathered / 1e6,
+        peak_gib=peak, gathered_mb=None if gathered is None else gathered / 1e6,
         losses=losses + [each.loss for each in results], device=platform.name, layout=task.name, flags=flags,
         environment=environment, software=task.software, mean_ms=mean_ms,
         num_repeated=None if None in repeated else sum(map(bool, repeated)), attended=attended,
@@ -226,6 +236,13 @@ def profile(train: Trainer, task: Task, first_step: int) -> None:
         print(f"\n{task}\n{found.table()}", flush=True)
 
 
+def peak_gib(platform: Platform) -> float:
+    """Of the rank with the highest."""
+    peak = torch.tensor([platform.peak_memory_bytes()], dtype=torch.float64, device=platform.device)
+    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    return peak.item() / 2**30
+
+
 def meet(platform: Platform) -> None:
     """Wait for this device, and for the other ranks."""
     platform.synchronize()
@@ -238,7 +255,7 @@ def meet(platform: Platform) -> None:
 class Running:
     """The ranks of a mode under a layout."""
 
-    def __init__(self, options: argparse.Namespace, task: Task, first_gpu: int):
+    def __init__(self, options: argparse.Namespace, task: Any, first_gpu: int, work: Work = measure):
         self.task, self.gpus = task, range(first_gpu, first_gpu + task.layout.num_gpus)
         self.deadline = time.monotonic() + options.mode_s
         context, address = multiprocessing.get_context(options.method), ("127.0.0.1", free_ports(1)[0])
@@ -246,7 +263,7 @@ class Running:
         self.pipes: dict[Connection, int] = {}
         for rank in range(len(self.gpus)):
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=be_rank, args=(sender, options, task, rank, first_gpu, address))
+            process = context.Process(target=be_rank, args=(sender, work, options, task, rank, first_gpu, address))
             process.start()
             sender.close()
             self.processes.append(process)

@@ -81,10 +81,19 @@ class Timed:
 
 def check_mode(options: argparse.Namespace, text: str) -> ValidatedRun:
     """A mode of megafp8, checked: RECIPE FLAGS on the shape, loader in this process."""
+    return check_flags(f"{SHAPES[options.shape]} {COMMON} {flags_of_mode(text)} {options.extra}")
+
+
+def flags_of_mode(text: str) -> str:
+    """The flags that RECIPE FLAGS stands for."""
     recipe, _, extra = text.partition(" ")
     many_steps = "--train-iters 1000 --log-interval 100"  # COMMON is for programs of few
-    argv = shlex.split(f"{SHAPES[options.shape]} {COMMON} {many_steps} {MODES[recipe]} {extra} {options.extra}")
-    return check(*flags.parse_with_problems([*argv, "--num-workers", "0"]))
+    return f"{many_steps} {MODES[recipe]} {extra}"
+
+
+def check_flags(text: str) -> ValidatedRun:
+    """A command line, checked; the loader is in this process."""
+    return check(*flags.parse_with_problems([*shlex.split(text), "--num-workers", "0"]))
 
 
 def trainer(validated: ValidatedRun, num_steps: int) -> Callable[[int], StepResult]:

@@ -16,9 +16,10 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Optional
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,7 +42,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 VOCABULARY = 50_304
 QWEN3_MOE = {
@@ -92,6 +93,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
     "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
 }  # fmt: skip
+RECIPES |= {f"{recipe}-e4m3": RECIPES[recipe] | {"fp8": "e4m3"} for recipe in ("tensorwise", "delayed")}
 NUM_BATCHES = 4
 
 
@@ -172,7 +174,8 @@ def build_config(
         "gradient_accumulation_fusion": False,
     }  # fmt: skip
     fields |= sizes | experts_of(sizes, recipe) | RECIPES[recipe] | division.fields()
-    return TransformerConfig(**(fields | dict.fromkeys(turned_off, False)))
+    kind = MLATransformerConfig if sizes.get("multi_latent_attention") else TransformerConfig
+    return kind(**(fields | dict.fromkeys(turned_off, False)))
 
 
 def build_model(config: TransformerConfig, options: dict[str, Any], device: str, fused: bool) -> GPTModel:
@@ -186,6 +189,7 @@ def build_model(config: TransformerConfig, options: dict[str, Any], device: str,
         "num_experts": config.num_moe_experts,
         "moe_grouped_gemm": config.moe_grouped_gemm,
         "qk_layernorm": config.qk_layernorm,
+        "multi_latent_attention": config.multi_latent_attention,
     }
     if device == "cuda":
         use_op_fuser = fused and config.num_moe_experts is None
@@ -220,6 +224,7 @@ class PeerLoop:
         turned_off: settings of `TransformerConfig` to do without.
         division: of the work among the ranks; those that it does not mention are data-parallel.
         device: "cuda", or "cpu" to try the loop, which needs the fusions turned off.
+        changes: of the shape, as in SHAPES; `optimizer` has fields of `OptimizerConfig`.
     """
 
     def __init__(
@@ -230,8 +235,10 @@ class PeerLoop:
         turned_off: Sequence[str] = (),
         division: Division = Division(),
         device: str = "cuda",
+        changes: Mapping[str, Any] = MappingProxyType({}),
     ):
-        sizes = dict(SHAPES[shape])
+        sizes = {**SHAPES[shape], **changes}
+        optimizer = sizes.pop("optimizer", {})
         self.length, batch, num_microbatches = sizes.pop("seq"), sizes.pop("batch"), sizes.pop("microbatches", 1)
         options = {
             "rotary_base": sizes.pop("rotary_base", 10_000), "max_sequence_length": self.length,
@@ -248,26 +255,19 @@ class PeerLoop:
         if is_set("NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"):
             keep_sizes_of_groups_on_the_device()
         model = build_model(self.config, options, device, fused_operations)
+        fields = {
+            "optimizer": "adam", "lr": 3e-5, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95,
+            "clip_grad": 1.0, "bf16": True, "params_dtype": torch.bfloat16, "use_distributed_optimizer": True,
+            **optimizer,
+        }  # fmt: skip
+        is_sharded = fields["use_distributed_optimizer"]
         ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, overlap_grad_reduce=True, overlap_param_gather=True,
-            use_distributed_optimizer=True,
+            grad_reduce_in_fp32=True, overlap_grad_reduce=True, overlap_param_gather=is_sharded,
+            use_distributed_optimizer=is_sharded,
         )  # fmt: skip
         self.model = DistributedDataParallel(self.config, ddp, Float16Module(self.config, model))
-        self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=3e-5,
-                weight_decay=0.1,
-                adam_beta1=0.9,
-                adam_beta2=0.95,
-                clip_grad=1.0,
-                bf16=True,
-                params_dtype=torch.bfloat16,
-                use_distributed_optimizer=True,
-                overlap_param_gather=True,
-            ),  # fmt: skip
-            [self.model],
-        )
+        settings = OptimizerConfig(**fields, overlap_param_gather=is_sharded)
+        self.optimizer = get_megatron_optimizer(settings, [self.model])
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.no_sync_func = self.model.no_sync
         self.config.grad_sync_func = self.model.start_grad_sync  # later stages: in the pipeline's last bubble

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import expert_matrix, gpu_layouts
-from benchmarks.expert_matrix import DISPATCHER, ONE_LAUNCH, Block, blocks, cells, missing, read
+from benchmarks.expert_matrix import DISPATCHER, ONE_LAUNCH, Block, blocks, cells, read
+from benchmarks.matrix import missing
 
 
 def written(path: Path, block: Block, steps: dict[str, list[float]]) -> None:
@@ -42,15 +43,15 @@ def test_slower_in_two_rounds_is_slower(tmp_path: Path) -> None:
 def test_a_cell_in_doubt_is_measured_again() -> None:
     block = Block("M1", "EP 2", "peer")
     steps = dict.fromkeys(block.recipes, [100.0])
-    assert missing(block, steps) == []
-    assert missing(block, steps | {"delayed": [110.0]}) == ["bf16", "delayed", "@delayed"]
+    assert missing(block.recipes, steps) == []
+    assert missing(block.recipes, steps | {"delayed": [110.0]}) == ["bf16", "delayed", "@delayed"]
     twice = {name: [100.0, 100.0] for name in ("bf16", "@delayed")}
-    assert missing(block, steps | twice | {"delayed": [110.0, 111.0]}) == []
-    assert missing(block, steps | twice | {"delayed": [110.0, 99.0]}) == []
+    assert missing(block.recipes, steps | twice | {"delayed": [110.0, 111.0]}) == []
+    assert missing(block.recipes, steps | twice | {"delayed": [110.0, 99.0]}) == []
     # BF16 was measured again for another recipe before.
     often = steps | {"bf16": [100.0, 90.0, 100.0], "@delayed": [100.0, 90.0, 100.0]}
-    assert missing(block, often | {"delayed": [110.0, 111.0]}) == []
-    assert missing(block, {"bf16": [100.0]}) == list(block.recipes[1:])
+    assert missing(block.recipes, often | {"delayed": [110.0, 111.0]}) == []
+    assert missing(block.recipes, {"bf16": [100.0]}) == list(block.recipes[1:])
 
 
 def test_shards_take_every_block_once_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,4 +111,4 @@ def test_its_modes_are_those_of_layouts(block: Block) -> None:
 def test_a_shard_out_of_range_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         expert_matrix.parse(["--shard", "6/5", "--json", "x"])
-    assert "--shard 6/5: give I/N" in capsys.readouterr().err
+    assert "6/5: give I/N" in capsys.readouterr().err
