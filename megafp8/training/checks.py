@@ -249,4 +249,3 @@ def short_warnings(warnings: Sequence[str]) -> list[str]:
         return list(warnings)
     others = [warning for warning in warnings if NO_EFFECT not in warning]
     return [*others, f"no effect: {', '.join(flags)}; --verbose prints the reasons"]
-
