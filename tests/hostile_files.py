@@ -37,13 +37,10 @@ JSON: Mapping[str, bytes] = MappingProxyType({
     "null character": b'{"a": "\0"}',
     "deep lists": b"[" * 100_000,
     "deep objects": b'{"a":' * 100_000,
-    "closed deep lists": b"[" * 500 + b"]" * 500,
     "long integer": b"[" + b"9" * 10_000 + b"]",
-    "integer of 4,000 digits": b"[" + b"9" * 4_000 + b"]",
     "overflow": b"[1e999]",
     "NaN": b"[NaN]",
     "Infinity": b"[-Infinity]",
-    "lone surrogate": b'{"a": "\\ud800"}',
     "not UTF-8": b'{"a": "\xff\xfe"}',
     "UTF-16": '{"a": 1}'.encode("utf-16"),
     "cut off": b'{"a": [1, 2',
@@ -55,20 +52,10 @@ YAML: Mapping[str, bytes] = MappingProxyType({
     "deep lists": b"[" * 100_000,
     "deep objects": b'{"a":' * 100_000,
     "deep blocks": b"- " * 100_000,
-    "closed deep lists": b"[" * 150 + b"]" * 150,
-    "aliases of aliases": b"a0: &a0 x\n" + b"".join(
-        b"a%d: &a%d [%s]\n" % (level + 1, level + 1, b", ".join([b"*a%d" % level] * 10)) for level in range(30)
-    ),
-    "deep by aliases": b"a0: &a0 x\n" + b"".join(b"a%d: &a%d [*a%d]\n" % (n + 1, n + 1, n) for n in range(150)),
-    "merged keys": b"a0: &a0 {k: v}\n" + b"".join(
-        b"a%d: &a%d {<<: [%s]}\n" % (level + 1, level + 1, b", ".join([b"*a%d" % level] * 10)) for level in range(8)
-    ),
-    "anchor that holds itself": b"a: &a [*a]\n",
     "Python's tag": b'a: !!python/object/apply:os.system ["exit 1"]\n',
     "tag of another type": b"a: !!float x",
     "unknown tag": b"a: !thing 1\n",
     "two documents": b"a: 1\n---\nb: 2\n",
-    "lone surrogate": b'a: "\\uD800"\n',
     "no character": b'a: "\\UFFFFFFFF"\n',
     "not UTF-8": b"a: \xff\xfe\n",
     "cut off": b"a: [1, 2",
@@ -77,10 +64,5 @@ YAML: Mapping[str, bytes] = MappingProxyType({
 
 YAML_NUMBERS: Mapping[str, bytes] = MappingProxyType({
     "long integer": b"a: " + b"9" * 10_000,
-    "long hexadecimal": b"a: 0x" + b"f" * 100_000,
-    "sexagesimal": b"a: " + b"9:" * 2_000 + b"9",
-    "infinity": b"a: -.inf",
-    "not a number": b"a: .nan",
-    "overflow": b"a: 1.0e+999",
 })  # fmt: skip
 """YAML whose numbers are none; harmless where scalars stay text."""
