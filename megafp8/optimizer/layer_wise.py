@@ -134,7 +134,7 @@ def adopt_fp8_weights(part: Any) -> None:
     """Make master weights of the initial values of FP8 weights, and leave the casts of these to `Ownership.share`."""
     pairs = [(weight, weight.main_param) for group in getattr(part, "float16_groups", ()) for weight in group]
     for weight, master in pairs:
-        # Transformer Engine's weights keep these until they are cast for the first time; emulated ones are not cast yet.
+        # Of Transformer Engine's weights. Emulated ones are not cast yet.
         if (initial := getattr(weight, "_high_precision_init_val", None)) is not None:
             master.copy_(initial)
     part._copy_main_params_to_model_params = partial(copy_to_model, pairs)
