@@ -178,7 +178,11 @@ def test_shared_state_has_one_moment_of_a_matrix() -> None:
     assert found == expected
 
 
-@pytest.mark.parametrize("flags", [f"{MUON} {LAYER_WISE}", MUON, f"{FP8_WEIGHTS} {LAYER_WISE}"])
+@pytest.mark.parametrize(
+    "flags",
+    [f"{MUON} {LAYER_WISE}", MUON, f"{FP8_WEIGHTS} {LAYER_WISE}"],
+    ids=["layer-wise", "all-ranks", "fp8-weights"],
+)
 def test_a_skipped_update_changes_nothing(flags: str) -> None:
     config = small_config("llama", f"{flags} --bf16 --spike-policy skip --max-skipped-steps 9", 2)
 
