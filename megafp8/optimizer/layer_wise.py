@@ -5,9 +5,9 @@ So every weight has one owner among the ranks that hold copies of it. Only the o
 moments, and updates it. Afterwards each owner broadcasts its updated weights. Gradients are reduced by all-reduce, as
 without --use-distributed-optimizer, so the trained weights are the same to the bit.
 
-FP8 weights (--fp8-param-gather) are cast by their owners as Adam's are by all ranks with a shard: here one rank has the
-whole shard, and the others none. All ranks get the amaxes by one all-reduce and make the same scales of them, and the
-codes are broadcast.
+FP8 weights (--fp8-param-gather) are cast by megatron-core's function for the flat shards of Adam: of each weight the
+owner has one shard, all of it, and the other ranks have none. An all-reduce gives every rank the amaxes, of which all
+make the same scales. Codes are broadcast.
 
 This is the distribution of Megatron-LM's layer-wise optimizer with --no-use-layer-wise-param-layout, up to the choice
 of the owners. Its default layout gives the same weights, with a reduce-scatter in place of the all-reduce and flat

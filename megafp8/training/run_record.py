@@ -140,7 +140,7 @@ def describe_update(run: Run) -> dict[str, str]:
     on_cuda = run.platform.kind == "cuda"
     optimizer = run.training_state.optimizer
     if on_cuda and is_muon(run.config):
-        found["optimizer"] = "Muon and AdamW in torch's kernels"
+        found["optimizer"] = "Muon and AdamW, not in one pass"
     elif on_cuda:
         problem = fused_adam.problem(run.config, on_cuda)
         found["optimizer"] = "one pass" if problem is None else f"megatron-core's optimizer ({problem})"
