@@ -50,7 +50,8 @@ def symmetric_kernel(a, added, out, M, K, alpha, beta, BLOCK: tl.constexpr, BLOC
     result = total.to(tl.bfloat16)  # rounded once
     tl.store(out + first + rows[:, None] * M + columns[None, :], result, mask=is_inside)
     if i != j:
-        tl.store(out + first + columns[:, None] * M + rows[None, :], result.T, mask=is_inside.T)
+        is_inside = (columns < M)[:, None] & (rows < M)[None, :]
+        tl.store(out + first + columns[:, None] * M + rows[None, :], result.T, mask=is_inside)
 
 
 def pays(a: Tensor) -> bool:
