@@ -126,7 +126,7 @@ def move_to_buffers(weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(buffers)
 
 
-# ---- FP8 weights in megatron-core's optimizer of complete weights, which expects BF16 or FP16 ------------------------
+# ---- FP8 weights in megatron-core's optimizer of complete weights, which expects BF16 --------------------------------
 
 
 @torch.no_grad()
@@ -138,7 +138,6 @@ def adopt_fp8_weights(part: Any) -> None:
         if (initial := getattr(weight, "_high_precision_init_val", None)) is not None:
             master.copy_(initial)
     part._copy_main_params_to_model_params = partial(copy_to_model, pairs)
-    part._copy_model_params_to_main_params = partial(copy_to_masters, pairs)
 
 
 def copy_to_model(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -146,12 +145,6 @@ def copy_to_model(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     for weight, master in pairs:
         if not is_float8tensor(weight):
             weight.data.copy_(master)
-
-
-def copy_to_masters(pairs: Sequence[tuple[Tensor, Tensor]], state_dict: None = None) -> None:
-    """Set master weights to the model's, of FP8 weights the decoded or just assigned values."""
-    for weight, master in pairs:
-        master.copy_(weight.detach())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
