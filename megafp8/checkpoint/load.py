@@ -39,6 +39,7 @@ from megafp8.config import derived, settings
 from megafp8.config.schema import RunConfig
 from megafp8.device.collective_errors import call_on_all_ranks
 from megafp8.mcore.process_groups import gather_weights
+from megafp8.optimizer.layer_wise import LayerWiseOptimizer
 from megafp8.quantization.fp8_parameter import quantize_assigned_weights
 from megafp8.resilience import fault_injection
 
@@ -156,6 +157,9 @@ def requantize_weights(training_state: TrainingState) -> None:
     """
     parameters = [parameter for chunk in training_state.chunks for parameter in chunk.parameters()]
     if not any(is_float8tensor(parameter) for parameter in parameters):
+        return
+    if isinstance(training_state.optimizer, LayerWiseOptimizer):
+        training_state.optimizer.share()
         return
     for part in state_dict.chained_optimizers(training_state.optimizer):
         part._copy_main_params_to_model_params()

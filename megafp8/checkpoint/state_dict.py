@@ -23,6 +23,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.distributed.param_and_grad_buffer import shard_buffer
+from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -347,6 +348,9 @@ def use_rounded_master_weights(model: dict[str, Any], optimizer: MegatronOptimiz
 
     Only the rank that writes a weight keeps a copy, in CPU memory. The device holds one gathered bucket at a time.
     """
+    if isinstance(optimizer, LayerWiseOptimizer):
+        let_owners_save(model, optimizer)
+        return
     # Found by the codes, which a parameter and its leaf share.
     main_replicas = {
         id(leaf.data.codes): leaf
@@ -367,6 +371,19 @@ def use_rounded_master_weights(model: dict[str, Any], optimizer: MegatronOptimiz
                         first, last, _ = buffer.param_index_map[weight]
                         # On the CPU at once: the next bucket needs the memory.
                         leaf.data = rounded[first - bucket.offset : last - bucket.offset].view(weight.shape).cpu()
+
+
+@torch.no_grad()
+def let_owners_save(model: dict[str, Any], optimizer: LayerWiseOptimizer) -> None:
+    """Replace quantized weights by rounded master weights, and let the ranks save them that have these."""
+    leaves = optimizer_parts.leaf_by_weight(model)
+    for weight in (each for ownership in optimizer.ownerships for owned in ownership.owned for each in owned):
+        if is_float8tensor(weight):
+            leaf, master = leaves[weight], weight.main_param
+            # The last entry numbers copies, of which 0 is saved.
+            leaf.replica_id = (*leaf.replica_id[:2], int(master is None))
+            if master is not None:
+                leaf.data = master.to(weight.dtype).cpu()
 
 
 @torch.no_grad()

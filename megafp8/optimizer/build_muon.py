@@ -21,7 +21,7 @@ from megafp8.config import dimensions
 from megafp8.config.muon import is_layer_wise
 from megafp8.config.schema import RunConfig
 from megafp8.mcore.process_groups import is_reduced_over_expert_ranks
-from megafp8.optimizer.layer_wise import LayerWiseOptimizer, Ownership
+from megafp8.optimizer.layer_wise import LayerWiseOptimizer, Ownership, adopt_fp8_weights
 from megafp8.optimizer.muon import IS_MUON, Matrix, Muon, MuonSettings
 from megafp8.optimizer.parameter_groups import is_matrix, matrices
 
@@ -46,6 +46,8 @@ def build_muon(config: RunConfig, core_config: OptimizerConfig, chunks: Sequence
         part.init_state_fn = initialize
         if ownerships:  # gradients of a weight count on its owner only
             part.grad_stats_parallel_group = parallel_state.get_intra_distributed_optimizer_instance_group()
+        if config.precision.fp8_param_gather:
+            adopt_fp8_weights(part)
     return LayerWiseOptimizer(optimizer, ownerships) if ownerships else optimizer
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megafp8.mcore.fsdp_groups import fsdp_modules
 from megafp8.mcore.process_groups import gather_weights
+from megafp8.optimizer.layer_wise import LayerWiseOptimizer
 from megafp8.optimizer.tensor_table import flat, get_model_weight, weights_of_group
 
 
@@ -82,8 +83,8 @@ def share_weights(
             # None: this rank has no element of the weight.
             values = [master if master is None else replaced.get(master, master) for master in masters]
             quantize_param_shard(weights, values, *others, part.data_parallel_group)
-    for ownership in getattr(optimizer, "ownerships", ()):
-        ownership.share()  # Muon's
+    if isinstance(optimizer, LayerWiseOptimizer):
+        optimizer.share(replaced)
     for module in (module for chunk in chunks for module in fsdp_modules(chunk)):
         module.reshard()  # drops what was gathered and kept (`--torch-fsdp2-no-reshard-after-forward`)
     # FSDP2 gathers rows before each use, and other optimizers update complete weights.

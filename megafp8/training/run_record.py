@@ -140,12 +140,12 @@ def describe_update(run: Run) -> dict[str, str]:
     on_cuda = run.platform.kind == "cuda"
     optimizer = run.training_state.optimizer
     if on_cuda and is_muon(run.config):
-        found["optimizer"] = "Muon and AdamW in torch's kernels"
+        found["optimizer"] = "Muon and AdamW, not in one pass"
     elif on_cuda:
         problem = fused_adam.problem(run.config, on_cuda)
         found["optimizer"] = "one pass" if problem is None else f"megatron-core's optimizer ({problem})"
     if isinstance(optimizer, LayerWiseOptimizer):
-        own = sum(weight.nbytes for each in optimizer.ownerships for weight in each.of_this_rank)
+        own = sum(buffer.nbytes for each in optimizer.ownerships for buffer in each.buffers[each.group.rank()])
         found["parameter broadcast"] = f"{own / 2**20:.1f} MiB from this rank, which has their optimizer state"
     elif run.config.parallel.use_distributed_optimizer and (run.rank_position.data_size > 1 or on_cuda):
         found["parameter gather"] = describe_gather(run)

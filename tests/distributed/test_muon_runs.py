@@ -31,6 +31,8 @@ from megafp8.training.step import train_step
 EXACT = "--muon-fp32-matmul-prec highest"
 MUON = f"{PLAIN} --optimizer muon {EXACT} --muon-momentum 0.95 --muon-extra-scale-factor 0.2"
 LAYER_WISE = "--use-distributed-optimizer"
+# Layers that quantize, so without PLAIN.
+FP8_WEIGHTS = f"--optimizer muon --fp8-param-gather {FP8}"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-token-dispatcher-type alltoall"
 # The gradient norm of experts on ranks of their own is rounded apart, but not where all ranks sum one norm.
 UNCLIPPED = "--micro-batch-size 2 --clip-grad 0"
@@ -176,9 +178,13 @@ def test_shared_state_has_one_moment_of_a_matrix() -> None:
     assert found == expected
 
 
-@pytest.mark.parametrize("flags", [LAYER_WISE, ""])
+@pytest.mark.parametrize(
+    "flags",
+    [f"{MUON} {LAYER_WISE}", MUON, f"{FP8_WEIGHTS} {LAYER_WISE}"],
+    ids=["layer-wise", "all-ranks", "fp8-weights"],
+)
 def test_a_skipped_update_changes_nothing(flags: str) -> None:
-    config = small_config("llama", f"{MUON} {flags} --bf16 --spike-policy skip --max-skipped-steps 9", 2)
+    config = small_config("llama", f"{flags} --bf16 --spike-policy skip --max-skipped-steps 9", 2)
 
     def skip() -> tuple[bool, bool]:
         run = build_run(config)
@@ -228,7 +234,8 @@ def test_received_weights_are_counted() -> None:
         )
 
     for received, own, total in run_ranks(2, count):
-        assert received == 2 * (total - own) > 0
+        # Norms of heads, with 16 elements, are padded.
+        assert 0 <= received - 2 * (total - own) < 0.02 * received
 
 
 def test_statistics_of_updates_are_those_of_the_owners() -> None:

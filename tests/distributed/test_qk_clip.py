@@ -86,6 +86,7 @@ def test_every_layout_clips_alike(size: int, layout: str, optimizer: str) -> Non
         f"--bf16 {PLAIN} {OVERLAP}",
         f"--bf16 {PLAIN} {SHARDED} --optimizer muon",
         f"--bf16 {FP8} {SHARDED} --fp8-param-gather",
+        f"--bf16 {FP8} {SHARDED} --fp8-param-gather --optimizer muon",
     ],
 )
 def test_resume_is_bit_equal(flags: str, tmp_path: Path) -> None:

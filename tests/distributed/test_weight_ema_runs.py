@@ -45,6 +45,7 @@ RUNS = [
     pytest.param(2, "llama", f"--bf16 {FP8} {SHARDED} --fp8-param-gather", id="fp8-weights"),
     pytest.param(2, "llama", f"--bf16 {DELAYED} {OVERLAP} --fp8-param-gather", id="delayed-fp8-weights"),
     pytest.param(2, "llama", f"--bf16 {PLAIN} --optimizer muon {SHARDED} {BF16}", id="muon-sharded"),
+    pytest.param(2, "llama", f"--bf16 {FP8} --optimizer muon {SHARDED} --fp8-param-gather", id="muon-fp8-weights"),
     pytest.param(2, "llama", f"--bf16 {PLAIN} --optimizer muon --tensor-model-parallel-size 2", id="muon-tp2"),
     pytest.param(
         2, "llama", f"--bf16 {PLAIN} {SHARDED} --num-experts 4 --expert-model-parallel-size 2 {BF16}", id="ep2"

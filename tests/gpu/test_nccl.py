@@ -52,6 +52,7 @@ WORLD_SIZES = [num_ranks for num_ranks in (2, 4) if num_ranks <= NUM_GPUS]
 on_four = pytest.mark.skipif(NUM_GPUS < 4, reason="needs four GPUs")
 FUSED = ("bf16", "tensorwise", "blockwise")  # where operations are fused by default
 FP8_WEIGHTS = [name for name in ("DP 2", "TP 2", "DP 4") if name in FITTING]
+MUONS = ("delayed", "blockwise")
 EXACTLY = {"": "", " FP8 weights": W}
 # Relative, of any of six losses. BF16 has eight bits, and ranks sum in another order; six steps at 1e-3 propagate that.
 # A code more or less, 6% to 12% apart in FP8, moves a loss as `tests/tolerances.py` says; with tensor parallelism so do
@@ -130,6 +131,10 @@ def following_launches() -> list[Launch]:
         found.append(Launch(name=f"DP 2 {recipe} fused", num_ranks=2, flags=flags))
     flags = f"{RUN} {RECIPES['delayed']} {OVERLAPS} --use-transformer-engine-op-fuser {W}"
     found.append(Launch(name="DP 2 delayed fused FP8 weights", num_ranks=2, flags=flags))
+    for recipe in MUONS:
+        flags = f"{RUN} {RECIPES[recipe]} --optimizer muon --muon-extra-scale-factor 0.2"
+        found.append(Launch(name=f"{ONE} {recipe} muon", num_ranks=1, flags=flags))
+        found.append(Launch(name=f"DP 2 {recipe} muon FP8 weights", num_ranks=2, flags=f"{flags} {W}"))
     for name, flags in WITH_GRAPH:
         num_ranks, layout = LAYOUTS[name]
         for recipe in ("bf16", "delayed") if not flags else ("delayed",):
@@ -232,6 +237,11 @@ def test_ranks_with_fused_operations_on_fp8_weights_follow_one_rank(runs: Runs) 
 @pytest.mark.parametrize("layout", FP8_WEIGHTS)
 def test_ranks_that_gather_fp8_weights_follow_one_rank(runs: Runs, layout: str, recipe: str) -> None:
     assert_follows(runs, f"{layout} {recipe} FP8 weights", recipe)
+
+
+@pytest.mark.parametrize("recipe", MUONS)
+def test_owners_that_broadcast_fp8_weights_follow_one_rank(runs: Runs, recipe: str) -> None:
+    assert_follows(runs, f"DP 2 {recipe} muon FP8 weights", recipe, f"{ONE} {recipe} muon")
 
 
 @pytest.mark.parametrize(("layout", "flags"), WITH_GRAPH)

@@ -16,6 +16,7 @@ from small_run import step_results
 CLIP = "--qk-clip --qk-clip-threshold {} --qk-clip-alpha 0.3"
 FROZEN = "--num-layers 1 --lr 1e-20 --min-lr 0 --weight-decay 0"
 GATHERED = f"{RECIPES['tensorwise']} --fp8-param-gather"
+MUONS = f"{GATHERED} --optimizer muon"
 LATENT = (
     "--multi-latent-attention --q-lora-rank 64 --kv-lora-rank 64 --qk-head-dim 64 --qk-pos-emb-head-dim 32 "
     "--v-head-dim 64 --rope-type rope"
@@ -29,7 +30,7 @@ def logits(flags: str, num_steps: int) -> list[tuple[float, int]]:
     return [(result.metrics["max_attention_logit"], result.metrics["num_clipped_heads"]) for result in results]
 
 
-@pytest.mark.parametrize("flags", [RECIPES["bf16"], GATHERED, RECIPES["delayed"], LATENT])
+@pytest.mark.parametrize("flags", [RECIPES["bf16"], GATHERED, MUONS, RECIPES["delayed"], LATENT])
 def test_the_same_tokens_have_the_threshold_afterwards(flags: str) -> None:
     ((largest, none),) = logits(f"{flags} {CLIP.format(1000)}", 1)
     (first, number), (second, _) = logits(f"{flags} {CLIP.format(largest / 2)}", 2)
@@ -44,7 +45,7 @@ def clips_heads(flags: str) -> bool:
         return all(result.metrics["num_clipped_heads"] > 0 for result in step_results(run, 3))
 
 
-@pytest.mark.parametrize("flags", ["", GATHERED, "--optimizer muon"])
+@pytest.mark.parametrize("flags", ["", GATHERED, "--optimizer muon", MUONS])
 def test_resume_is_bit_equal(flags: str, tmp_path: Path) -> None:
     unbroken, resumed = unbroken_and_resumed(f"{flags} {CLIP.format(0.05)}", 3, tmp_path)
     assert unbroken == resumed

@@ -26,6 +26,7 @@ RUNS = {
     "plain": f"{RECIPES['bf16']} --no-use-distributed-optimizer",
     "muon": f"{RECIPES['bf16']} --optimizer muon",
     "FP8 weights": f"{RECIPES['tensorwise']} --use-distributed-optimizer --fp8-param-gather",
+    "Muon's FP8 weights": f"{RECIPES['tensorwise']} --optimizer muon --fp8-param-gather",
     "graph": f"{RECIPES['tensorwise']} {GRAPH}",
 }
 

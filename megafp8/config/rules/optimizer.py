@@ -136,9 +136,6 @@ MUON_EXCLUDES = MappingProxyType(
     {
         "--use-torch-fsdp2": "ranks have rows of a matrix, and Muon needs all of it",
         "--overlap-param-gather": "updated weights are sent by their owners and not gathered in buckets",
-        "--fp8-param-gather": (
-            "FP8 weights are cast from flat shards of master weights, and Muon updates complete weights"
-        ),
     }
 )
 

@@ -38,6 +38,8 @@ def test_state_is_shared_by_complete_weights() -> None:
     assert [is_layer_wise(config) for config in (alone, shared, adam)] == [False, True, False]
     assert [has_flat_shards(config) for config in (alone, shared, adam)] == [False, False, True]
     assert rules.setting_problems(shared, 2) == []
+    fp8_weights = "--optimizer muon --use-distributed-optimizer --fp8-format hybrid --fp8-param-gather"
+    assert rules.setting_problems(parsed(fp8_weights).config, 2) == []
 
 
 def test_dist_muon_is_muon_with_shared_state() -> None:
@@ -66,7 +68,7 @@ def test_flags_of_speed_change_nothing(flags: str, text: str) -> None:
         ("--muon-scalar-optimizer lion", "weights that Muon does not train are AdamW's"),
         ("--muon-fp32-matmul-prec low", "torch has no such precision"),
         ("--use-torch-fsdp2", "ranks have rows of a matrix"),
-        ("--fp8-format hybrid --fp8-param-gather --use-distributed-optimizer", "FP8 weights are cast from flat shards"),
+        ("--fp8-format hybrid --fp8-param-gather --no-use-distributed-optimizer", "needs --use-distributed-optimizer"),
         ("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", "are sent by their owners"),
         ("--use-precision-aware-optimizer --use-distributed-optimizer", "supports only --optimizer adam, not muon"),
         ("--muon-coefficient-type aol", "needs a multiple of 4 steps"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 
 from megafp8.config.muon import polynomials
 from megafp8.config.schema import OptimizerConfig
+from megafp8.optimizer import layer_wise
 from megafp8.optimizer.build_muon import is_matrix
-from megafp8.optimizer.layer_wise import Ownership
+from megafp8.optimizer.layer_wise import Ownership, adopt_fp8_weights, move_to_buffers
 from megafp8.optimizer.muon import IS_MUON, Matrix, Muon, MuonSettings, newton_schulz, orthogonalize, shape_scale
 
 RATE, DECAY, STEPS = 0.02, 0.1, 4
@@ -186,3 +188,32 @@ def test_large_weights_go_to_the_rank_with_the_least() -> None:
     ownership = Ownership.divide(weights, Group())
     assert [[weight.numel() for weight in owned] for owned in ownership.owned] == [[30], [12, 5], [10, 5, 3]]
     assert [weight.numel() for weight in ownership.of_this_rank] == [12, 5]
+    assert [[len(buffer) for buffer in buffers] for buffers in ownership.buffers] == [[128], [256], [384]]
+
+
+def test_weights_keep_their_values_in_the_buffers() -> None:
+    """Each begins at an aligned element, and a buffer has one dtype."""
+    weights = [torch.randn(3, 5), torch.randn(200).bfloat16(), torch.randn(7).bfloat16()]
+    before = [weight.clone() for weight in weights]
+    fp32, bf16 = move_to_buffers(weights)
+    assert all(map(torch.equal, weights, before))
+    assert [buffer.dtype for buffer in (fp32, bf16)] == [torch.float32, torch.bfloat16] and len(bf16) == 256 + 128
+    bf16.zero_()
+    assert not weights[1].any() and not weights[2].any() and weights[0].any()
+    assert weights[2].data_ptr() == bf16.data_ptr() + 256 * 2
+
+
+def test_master_weights_of_fp8_weights_are_their_initial_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Transformer Engine keeps them beside the codes. The update leaves the codes to `Ownership.share`."""
+    decoded, plain = torch.nn.Parameter(torch.ones(2).bfloat16()), torch.nn.Parameter(torch.ones(2).bfloat16())
+    decoded._high_precision_init_val = torch.tensor([1.0, 1.125]).bfloat16()
+    for weight in (decoded, plain):
+        weight.main_param = weight.detach().float()
+    part = SimpleNamespace(float16_groups=[[decoded], [plain]])
+    monkeypatch.setattr(layer_wise, "is_float8tensor", lambda weight: weight is decoded)
+    adopt_fp8_weights(part)
+    assert decoded.main_param.tolist() == [1.0, 1.125] and plain.main_param.tolist() == [1.0, 1.0]
+    for weight in (decoded, plain):
+        weight.main_param.add_(1)
+    part._copy_main_params_to_model_params()
+    assert decoded.tolist() == [1.0, 1.0] and plain.tolist() == [2.0, 2.0]

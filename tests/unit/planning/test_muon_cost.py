@@ -104,3 +104,19 @@ def test_gradients_are_all_reduced_and_weights_sent() -> None:
     shared = data_parallel_traffic(run_of(dict(RUN) | {"parallel.use_distributed_optimizer": True}, gpus=8), 0)
     alone = data_parallel_traffic(run_of(dict(RUN) | {"parallel.use_distributed_optimizer": False}, gpus=8), 0)
     assert shared.reduce_bytes == alone.reduce_bytes and shared.gather_bytes > alone.gather_bytes == 0
+
+
+def test_fp8_weights_are_sent_and_kept_as_codes() -> None:
+    """On Transformer Engine's layers, which keep the transposed codes, too."""
+    fp8 = {"precision.fp8_format": "hybrid", "precision.fp8_recipe": "tensorwise"}
+    layer_wise = {"parallel.use_distributed_optimizer": True, **fp8}
+    codes = {**layer_wise, "precision.fp8_param_gather": True}
+    count = model_shapes.count_parameters(config_of().model, VOCABULARY)
+    matrices = count.num_layers * (count.attention_weights_per_layer + count.mlp_weights_per_layer)
+    sent = [data_parallel_traffic(run_of(RUN | changes, gpus=8), 0) for changes in (layer_wise, codes)]
+    assert sent[0].gather_bytes - sent[1].gather_bytes == pytest.approx(matrices * 7 / 8, rel=1e-3)
+    assert sent[0].reduce_bytes == sent[1].reduce_bytes
+    kept = [estimate_memory(with_values(config_of(), changes), 8, VOCABULARY) for changes in (layer_wise, codes)]
+    assert kept[1].weights_bytes == 2 * count.total
+    assert kept[0].weights_bytes + kept[0].fp8_copies_bytes - kept[1].weights_bytes == 2 * matrices
+    assert kept[0].optimizer_bytes == kept[1].optimizer_bytes
