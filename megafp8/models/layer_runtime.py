@@ -23,7 +23,7 @@ from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.precision_map import OUTPUT_LAYER, build_linear_recipe
 from megafp8.config.schema import RunConfig
 from megafp8.mcore import patches
-from megafp8.mcore.layer_runtime import FsdpCodes, LayerRuntime, LinearCounters, Model, MultiTokenSpec
+from megafp8.mcore.layer_runtime import CodesByLinear, LayerRuntime, LinearCounters, Model, MultiTokenSpec
 from megafp8.mcore.modules import named_linears
 from megafp8.mcore.multi_token import local_spec
 from megafp8.models.emulated_layers import (
@@ -102,7 +102,7 @@ class EmulatedRuntime(LayerRuntime):
         if stores_codes and self.backend.quantizes:
             convert_to_quantized_parameters(chunks)
 
-    def fsdp_codes(self, config: RunConfig, chunk: Any) -> FsdpCodes:
+    def codes_to_gather(self, config: RunConfig, chunk: Any) -> CodesByLinear:
         linears = [
             linear
             for linear in emulated_linears([chunk])
@@ -140,7 +140,7 @@ def accumulate_wgrad(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> N
 
 
 def gathered_codes(linear: Any, rows: Tensor, shape: torch.Size) -> GatheredCodes:
-    """The codes of an emulated linear's weight that FSDP2 gathers."""
+    """The codes of an emulated linear's weight, which ranks gather."""
     return GatheredCodes(rows, shape, *linear.weight_code_options())
 
 

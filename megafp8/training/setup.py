@@ -30,10 +30,8 @@ from megafp8.models.grouped_moe import grouped_weights
 from megafp8.models.layer_runtime import layer_runtime
 from megafp8.models.loss import DocumentRoom
 from megafp8.optimizer import fused_adam
-from megafp8.optimizer.gradient_communication import (
-    WgradOverwrite,
-    inject_gradient_faults,
-)
+from megafp8.optimizer.data_parallel import runtime_of
+from megafp8.optimizer.gradient_communication import WgradOverwrite
 from megafp8.optimizer.schedules import build_schedule
 from megafp8.optimizer.skip_update import SkipUpdateOptimizer
 from megafp8.optimizer.weight_ema import WeightEma
@@ -93,7 +91,7 @@ def build_training_run(
     reductions = tuple(reduction_parts(config, training_state, device))
     detector = build_bad_step_detector(config, training_state, implementation, device)
     # After the detector, whose checks are then called on gradients with the injected faults.
-    inject_gradient_faults(training_state.chunks)
+    runtime_of(training_state.chunks[0]).inject_faults(training_state.chunks)
     parts = (
         build_gradient_buffers(config, training_state, implementation),
         detector,

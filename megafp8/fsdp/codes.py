@@ -11,7 +11,7 @@ gathered codes, so that a run is bitwise that of a gather in BF16.
 
 torch's extension point is a pair of functions on the local tensor of a sharded parameter, `fsdp_pre_all_gather` and
 `fsdp_post_all_gather`. What FSDP2 sets on the module after a gather is a `QuantizedParameter` for emulated linears, and
-a tensor of Transformer Engine for its own (`te/fsdp_codes.py`).
+a tensor of Transformer Engine for its own (`te/gathered_codes.py`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megafp8.mcore.fsdp_groups import fsdp_modules, fsdp_parameters
 from megafp8.mcore.layer_runtime import CodesOf
+from megafp8.mcore.torch_fsdp import fsdp_modules, fsdp_parameters
 from megafp8.quantization.fp8_parameter import GatheredCodes, quantize_codes
 
 
