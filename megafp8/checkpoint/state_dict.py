@@ -33,7 +33,7 @@ from megafp8.checkpoint import optimizer_exchange
 from megafp8.checkpoint import optimizer_state as optimizer_parts
 from megafp8.checkpoint.progress import TrainingState
 from megafp8.device.collective_errors import call_on_all_ranks
-from megafp8.mcore.patches import groups_matched_without_rates
+from megafp8.mcore.patches import groups_matched_without_rates, rows_found_by_identity
 from megafp8.mcore.process_groups import gather_weights
 from megafp8.optimizer.data_parallel import runtime_of
 from megafp8.optimizer.layer_wise import LayerWiseOptimizer
@@ -93,7 +93,7 @@ def optimizer_state(training_state: TrainingState, model: dict[str, Any], is_loa
         if not (is_distributed and is_loading):  # `sharded_state` initializes a distributed optimizer on load
             initialize_optimizer_state(part)
     if not is_distributed:
-        with runtime_of(training_state.chunks[0]).optimizer_rows():
+        with rows_found_by_identity():
             return training_state.optimizer.sharded_state_dict(
                 model, is_loading=is_loading, metadata=sharding_metadata(training_state.chunks)
             )

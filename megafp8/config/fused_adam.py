@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Optional
 
-from megafp8.config.data_parallel import strategy_of
 from megafp8.config.mixture import expert_ranks_flag, expert_tensor_size, has_expert_ranks
 from megafp8.config.schema import RunConfig
 from megafp8.recipes import registry
@@ -16,7 +15,7 @@ def fused_adam_problem(config: RunConfig) -> Optional[str]:
     problems = (
         (not settings.one_pass_optimizer, "--no-one-pass-optimizer"),
         (settings.optimizer != "adam", f"--optimizer {settings.optimizer}"),
-        (not strategy_of(config.parallel).shards_optimizer, "no --use-distributed-optimizer"),
+        (not config.parallel.shards_optimizer, "no --use-distributed-optimizer"),
         # The norm tells copies on tensor-parallel ranks by the ranks of dense layers, which those of experts are not.
         (
             has_expert_ranks(config)

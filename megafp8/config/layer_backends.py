@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import ClassVar, Final, Optional
 
 from megafp8.config import derived
-from megafp8.config.data_parallel import strategy_of
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.schema import PrecisionConfig, RunConfig
 
@@ -116,7 +115,7 @@ class _Emulated(LayerBackend):
         )  # fmt: skip
         if not has_te:
             yield flag, "graphs need the one-pass optimizer, whose state Transformer Engine keeps; it is not installed"
-        if max(sizes) > 1 or strategy_of(parallel).shards_weights:
+        if max(sizes) > 1 or parallel.shards_weights:
             yield flag, "its graphs are of one GPU or data-parallel ranks"
         if is_mixture(config.model):
             yield flag, "its graphs have not been tested with experts"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from typing import Optional
 
-from megafp8.config.data_parallel import strategy_of
 from megafp8.config.schema import ParallelConfig
 
 COPY_ENGINES = {"NCCL_CTA_POLICY": "2"}
@@ -49,8 +48,7 @@ def choose(
         return {}, None
     flag, name = "--use-nccl-ub", "parallel.use_nccl_ub"
     uses_nccl = kind == "cuda" and parallel.distributed_backend != "gloo"
-    has_buffers = not strategy_of(parallel).shards_weights
-    if not (parallel.overlap_param_gather and num_replicas > 1 and has_buffers and uses_nccl):
+    if not (parallel.overlap_param_gather and num_replicas > 1 and not parallel.shards_weights and uses_nccl):
         return {name: False}, None
     if setting := expandable_segments():
         return {name: False}, (flag, "off", f"{setting} excludes it")

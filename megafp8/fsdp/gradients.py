@@ -29,6 +29,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from megafp8.errors import ConfigError
 from megafp8.mcore.grad_reduction import Reduction
 from megafp8.mcore.torch_fsdp import GradientSums, ReplicaSums, TorchFSDP, fsdp_modules, parameter_group
+from megafp8.optimizer.data_parallel import Excludes
 from megafp8.optimizer.fp8_gradients import Fp8Reduction, GradientCodes, PipelinedReduction
 from megafp8.optimizer.gradient_checks import GradientNormCheck, is_finite, parameters_in_forward_order
 from megafp8.optimizer.gradient_slices import GradientSlice, Shard, split_bucket
@@ -41,25 +42,19 @@ class Fp8ReduceScatter(DefaultReduceScatter):
     """A reduce-scatter of codes, for the parameters of one FSDP module.
 
     Args:
-        gradients: a tensor of the dtype and the device of the gradients.
-        sizes: elements of each parameter on one rank, in the order in which FSDP2 packs them.
-        is_unquantized: by parameter: not quantized.
-        is_level: the ranks are those of one of several replicas, so that their bytes are also counted apart.
+        chunk: has several replicas or one. With several, the bytes within them are also counted apart.
+        sums: of the parameters, in the order in which FSDP2 packs them.
+        excluded: by parameter: not quantized.
     """
 
     def __init__(
-        self,
-        gradients: Tensor,
-        sizes: Sequence[int],
-        is_unquantized: Sequence[bool],
-        group: dist.ProcessGroup,
-        settings: GradientCodes,
-        step: Fp8Reduction,
-        is_level: bool,
+        self, chunk: TorchFSDP, sums: GradientSums, excluded: Sequence[bool], codes: GradientCodes, step: Fp8Reduction
     ):
-        self.num_elements, self.group, self.step, self.is_level = sum(sizes) * group.size(), group, step, is_level
-        shards = rank_shards(sizes, is_unquantized, group.size())
-        self._reduction = PipelinedReduction(gradients, shards, len(sizes), group, settings, step)
+        self.group: dist.ProcessGroup = chunk.process_group
+        self.num_elements, self.step = len(sums.rows) * self.group.size(), step
+        self.is_level = chunk.replicas is not None
+        shards = rank_shards(sums.sizes, excluded, self.group.size())
+        self._reduction = PipelinedReduction(sums.rows, shards, len(sums.sizes), self.group, codes, step)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -94,31 +89,25 @@ class ReplicaReduceScatter(DefaultReduceScatter):
 
 
 class QuantizedReplicaSums(ReplicaSums):
-    """Adds the sums of replicas as codes.
+    """Adds the sums of a chunk's replicas as codes.
 
     Args:
-        all_sums: of a chunk.
-        is_unquantized: whether a sharded parameter is not quantized.
+        excludes: whether a sharded parameter is not quantized.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        all_sums: Sequence[GradientSums],
-        is_unquantized: Callable[[Any], bool],
-        settings: GradientCodes,
-        step: Fp8Reduction,
-    ):
+    def __init__(self, chunk: TorchFSDP, excludes: Excludes, codes: GradientCodes, step: Fp8Reduction):
+        assert chunk.replicas is not None
+        group = chunk.replicas.group
         super().__init__(group)
         self._last: Optional[PartialWork] = None
         self._reductions = {}
-        for sums in all_sums:
-            unquantized = [is_unquantized(parameter) for parameter in sums.parameters]
+        for sums in chunk.sums:
+            unquantized = [excludes(parameter) for parameter in sums.parameters]
             # The sums of this rank's rows are divided among the replicas as a bucket is among ranks.
             shards = split_bucket(
                 list(pairwise([0, *accumulate(sums.sizes)])), unquantized, len(sums.rows), group.size()
             )
-            self._reductions[sums] = PipelinedReduction(sums.rows, shards, len(unquantized), group, settings, step)
+            self._reductions[sums] = PipelinedReduction(sums.rows, shards, len(unquantized), group, codes, step)
 
     def _send(self, sums: GradientSums) -> PartialWork:
         # The codes of a module are added, and its sums sent, when those of the next module have been sent: both phases
@@ -143,48 +132,14 @@ class QuantizedReplicaSums(ReplicaSums):
 
 def rank_shards(sizes: Sequence[int], is_unquantized: Sequence[bool], num_ranks: int) -> list[Shard]:
     """The slices that FSDP2 packs for each rank: that rank's rows of every parameter, one after the other."""
-    offsets = [0, *accumulate(sizes)]
-    slices = [
-        [
-            # FSDP2 packs [rank, parameter]: rank r's rows of all parameters lie at r x (elements of a rank).
-            GradientSlice(rank * offsets[-1] + offsets[i], rank * offsets[-1] + offsets[i + 1], i)
-            for i in range(len(sizes))
-        ]
-        for rank in range(num_ranks)
-    ]
-    return [
-        Shard(
-            tuple(slice_ for slice_ in of_rank if not is_unquantized[slice_.parameter]),
-            tuple(slice_ for slice_ in of_rank if is_unquantized[slice_.parameter]),
-        )
-        for of_rank in slices
-    ]
-
-
-def reduce_in_fp8(
-    chunk: TorchFSDP,
-    is_unquantized: Callable[[Any], bool],
-    settings: GradientCodes,
-    step: Fp8Reduction,
-    replica_dtype: Optional[torch.dtype] = None,
-) -> None:
-    """Reduce the gradients of a chunk as codes.
-
-    Args:
-        is_unquantized: whether a sharded parameter is not quantized.
-        replica_dtype: of the sums within a replica; None sends codes there too.
-    """
-    for sums in chunk.sums:
-        unquantized = [is_unquantized(parameter) for parameter in sums.parameters]
-        sums.module.set_custom_reduce_scatter(
-            Fp8ReduceScatter(
-                sums.rows, sums.sizes, unquantized, chunk.process_group, settings, step, chunk.replicas is not None
-            )
-            if replica_dtype is None
-            else ReplicaReduceScatter(replica_dtype, step)
-        )
-    if chunk.replicas is not None:
-        chunk.replicas = QuantizedReplicaSums(chunk.replicas.group, chunk.sums, is_unquantized, settings, step)
+    # FSDP2 packs [rank, parameter]: rank r's rows of all parameters lie at r x (elements of a rank).
+    ends = list(pairwise([0, *accumulate(sizes)]))
+    shards = []
+    for first in range(0, num_ranks * sum(sizes), sum(sizes)):
+        slices = [GradientSlice(first + start, first + end, index) for index, (start, end) in enumerate(ends)]
+        kinds = [[each for each in slices if is_unquantized[each.parameter] == kind] for kind in (False, True)]
+        shards.append(Shard(*map(tuple, kinds)))
+    return shards
 
 
 def check_replica_in_node(ranks: Sequence[int], ranks_per_node: int) -> None:
@@ -261,7 +216,6 @@ class ReducedGradientMonitor(GradientNormCheck):
 
 
 # ---- Counts of what ranks send each other, and hooks on gradients ----------------------------------------------------
-# The collectives are replaced through `set_custom_all_gather` and `set_custom_reduce_scatter`.
 
 
 class HookedReduceScatter(DefaultReduceScatter):
@@ -293,7 +247,7 @@ class CountedGather(ReceivedBytes, DefaultAllGather):
     """
 
     def __init__(self, chunks: Sequence[Any]):
-        for module in (module for chunk in chunks for module in fsdp_modules(chunk)):
+        for module in fsdp_modules(*chunks):
             module.set_custom_all_gather(self)
         for codes, _ in (each for chunk in chunks for each in chunk.quantized_weights):
             codes.exchange = self._counted(codes.exchange)
@@ -313,31 +267,30 @@ class CountedGather(ReceivedBytes, DefaultAllGather):
         return counted
 
 
-class CountedReduction(ReceivedBytes, DefaultReduceScatter):
-    """A reduce-scatter that counts the bytes that this rank receives, as a ring sends them.
+class CountedReduction(ReceivedBytes):
+    """Counts the bytes of gradients that this rank receives, as a ring sends them.
 
-    It also counts both phases of the all-reduces between replicas.
+    They are those of reduce-scatters, and of both phases of the all-reduces between replicas.
 
     Args:
-        chunks: model chunks whose gradients it reduces.
+        chunks: model chunks with the gradients.
     """
 
     def __init__(self, chunks: Sequence[Any]):
-        for module in (module for chunk in chunks for module in fsdp_modules(chunk)):
-            module.set_custom_reduce_scatter(self)
-        for replicas in (chunk.replicas for chunk in chunks if chunk.replicas is not None):
-            replicas.start = self._counted(replicas.start, replicas.group.size())
+        for chunk in chunks:
+            for sums in chunk.sums:
+                add_reduction_hook(sums.module, partial(self._count, 1, chunk.process_group.size()))
+            if chunk.replicas is not None:
+                chunk.replicas.start = self._counted(chunk.replicas.start, chunk.replicas.group.size())
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **options: Any) -> Any:
-        """Add the gradients in their dtype."""
-        self.received_bytes += input_tensor.nbytes - output_tensor.nbytes
-        return super().__call__(output_tensor, input_tensor, *args, **options)
+    def _count(self, num_phases: int, num_ranks: int, gradients: Tensor) -> None:
+        self.received_bytes += num_phases * gradients.nbytes * (num_ranks - 1) // num_ranks
 
     def _counted(self, start: Callable[[GradientSums], None], num_replicas: int) -> Callable[[GradientSums], None]:
         """Wrap the start of an all-reduce between replicas."""
 
         def counted(sums: GradientSums) -> None:
-            self.received_bytes += 2 * sums.rows.nbytes * (num_replicas - 1) // num_replicas
+            self._count(2, num_replicas, sums.rows)
             start(sums)
 
         return counted

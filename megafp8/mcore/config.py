@@ -21,7 +21,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megafp8.config import attention_layers, derived, dimensions, mixture
 from megafp8.config.activations import is_gated, is_plain_swiglu
-from megafp8.config.data_parallel import strategy_of
 from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.muon import has_flat_shards, is_muon
 from megafp8.config.mup import without_mup
@@ -369,7 +368,7 @@ def precision_fields(config: RunConfig, implementation: LayerBackend) -> dict[st
             "fp8_amax_history_len": precision.fp8_amax_history_len,
             "fp8_amax_compute_algo": precision.fp8_amax_compute_algo,
             "tp_only_amax_red": precision.tp_only_amax_red,
-            "fp8_param": precision.fp8_param_gather and not strategy_of(config.parallel).shards_weights,
+            "fp8_param": precision.fp8_param_gather and not config.parallel.shards_weights,
             "fp8_dot_product_attention": precision.fp8_dot_product_attention,
         }
     if precision.fp4_format is not None:
@@ -447,9 +446,8 @@ def build_ddp_config(config: RunConfig) -> DistributedDataParallelConfig:
         "fp8_param_gather": precision.fp8_param_gather,
     }
     fields |= parsed_overrides(config, "ddp", DistributedDataParallelConfig)
-    strategy = strategy_of(parallel)
-    if strategy.shards_weights:
-        fields["reshard_after_forward"] = strategy.reshards
+    if parallel.shards_weights:
+        fields["reshard_after_forward"] = not parallel.keeps_gathered
         return build_checked(TorchFullyShardedDataParallelConfig, fields)
     return build_checked(DistributedDataParallelConfig, fields)
 

@@ -19,37 +19,36 @@ megatron-core 0.16.1's wrapper needs five changes, which `TorchFSDP` makes:
 - It shards an embedding that is tied to the output layer in a group of its own, so the output layer finds it sharded.
   Here embedding and output layer are in the group of the model, which is gathered during the complete forward pass.
 - Its `finish_grad_sync` does not take the argument that `finalize_model_grads` passes.
-
-megatron-core adds the gradients of norms over tensor-parallel ranks in copies, and `add_rows_in_place` in place.
-
-With a loss scale, `agree_on_overflow` changes the optimizer, which would check only a rank's own rows.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Optional
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing import optimizer as optimizer_checkpoint
 from megatron.core.distributed import torch_fully_sharded_data_parallel as wrapper
 from megatron.core.distributed.torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import to_local_if_dtensor
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 
-def fsdp_modules(chunk: torch.nn.Module) -> Iterator[FSDPModule]:
-    """The modules of a chunk whose parameters FSDP2 gathers together."""
-    return (module for module in chunk.modules() if isinstance(module, FSDPModule))
+def fsdp_modules(*chunks: torch.nn.Module) -> Iterator[FSDPModule]:
+    """The modules of chunks whose parameters FSDP2 gathers together."""
+    return (module for chunk in chunks for module in chunk.modules() if isinstance(module, FSDPModule))
 
 
 def fsdp_parameters(module: FSDPModule) -> list[Any]:
@@ -93,10 +92,7 @@ class GradientSums:
         self.rows = torch.zeros(sum(self.sizes), dtype=dtype or first.dtype, device=first.device)
         self._is_overwritten = True
         for parameter, rows in zip(self.parameters, self.rows.split(self.sizes), strict=True):
-            parameter.main_grad = DTensor.from_local(
-                rows.view(parameter.to_local().shape), parameter.device_mesh, parameter.placements, run_check=False,
-                shape=parameter.shape, stride=parameter.stride(),
-            )  # fmt: skip
+            parameter.main_grad = dtensor_like(parameter, rows.view(parameter.to_local().shape))
             parameter.register_post_accumulate_grad_hook(free_gradient)
         # FSDP2 calls the hook after its reduce-scatter, with the sums in `reduce_dtype`, and rounds them to the dtype
         # of the parameters afterwards.
@@ -160,6 +156,13 @@ class ReplicaSums:
     def _wait(self, works: Sequence[Any]) -> None:
         for work in works:
             work.wait()
+
+
+def dtensor_like(like: DTensor, rows: Tensor) -> DTensor:
+    """This rank's rows as a DTensor with the placement of another."""
+    return DTensor.from_local(
+        rows, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def free_gradient(parameter: DTensor) -> None:
@@ -290,44 +293,14 @@ def add_rows_in_place() -> None:
 
     It gathers the complete gradients, and replaces `main_grad` by a new tensor.
     """
-
-    def rows(tensor: Any) -> Any:
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
     gradients: Any = importlib.import_module("megatron.core.distributed.finalize_model_grads")
     # Each tensor-parallel rank has the same rows of a copy, which can be added without gathering them.
-    gradients._unshard_if_dtensor = rows
+    gradients._unshard_if_dtensor = to_local_if_dtensor
     # They were added in place: `main_grad` stays a view of `GradientSums.rows`.
     gradients._reshard_if_dtensor = lambda added, gradient: gradient
 
 
-@contextmanager
-def wrapper_arguments(device_type: str, precision: MixedPrecisionPolicy) -> Iterator[None]:
+def wrapper_arguments(device_type: str, precision: MixedPrecisionPolicy) -> AbstractContextManager[Any]:
     """Context in which megatron-core's wrapper uses these arguments, which it does not have."""
-    mesh = wrapper.DeviceMesh
-
-    class Mesh:
-        @staticmethod
-        def from_group(group: Any, _: str) -> Any:
-            return mesh.from_group(group, device_type)
-
-    wrapper.DeviceMesh, wrapper.fully_shard = Mesh, partial(fully_shard, mp_policy=precision)
-    try:
-        yield
-    finally:
-        wrapper.DeviceMesh, wrapper.fully_shard = mesh, fully_shard
-
-
-@contextmanager
-def rows_found_by_identity() -> Iterator[None]:
-    """Context in which megatron-core finds the rows of a parameter in a sharded state dict.
-
-    It compares object identities with what `DTensor.to_local` returns, which is a new parameter in every call since
-    torch 2.13.
-    """
-    original = optimizer_checkpoint.to_local_if_dtensor
-    optimizer_checkpoint.to_local_if_dtensor = lambda tensor: getattr(tensor, "_local_tensor", tensor)
-    try:
-        yield
-    finally:
-        optimizer_checkpoint.to_local_if_dtensor = original
+    mesh = SimpleNamespace(from_group=lambda group, _: DeviceMesh.from_group(group, device_type))
+    return patch.multiple(wrapper, DeviceMesh=mesh, fully_shard=partial(fully_shard, mp_policy=precision))

@@ -16,7 +16,6 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megafp8.config import multi_token
-from megafp8.config.data_parallel import strategy_of
 from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.mixture import has_expert_ranks
 from megafp8.config.muon import is_muon
@@ -149,7 +148,7 @@ def add_gradient_buffers(
     chunks: list[torch.nn.Module],
 ) -> list[DistributedDataParallel]:
     """Wrap each chunk with its gradients and their data-parallel reduction."""
-    runtime = FsdpRuntime() if strategy_of(config.parallel).shards_weights else DDP
+    runtime = FsdpRuntime() if config.parallel.shards_weights else DDP
     return runtime.wrap(config, transformer_config, layer_runtime(implementation), chunks)
 
 

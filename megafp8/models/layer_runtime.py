@@ -17,7 +17,6 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from megafp8.config import multi_token, precision_map
-from megafp8.config.data_parallel import strategy_of
 from megafp8.config.expert_layers import expert_layers
 from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.precision_map import OUTPUT_LAYER, build_linear_recipe
@@ -98,8 +97,7 @@ class EmulatedRuntime(LayerRuntime):
                 module.gradient_accumulation_fusion = True
 
     def convert_weights(self, config: RunConfig, chunks: Sequence[nn.Module]) -> None:
-        stores_codes = config.precision.fp8_param_gather and not strategy_of(config.parallel).shards_weights
-        if stores_codes and self.backend.quantizes:
+        if config.precision.fp8_param_gather and self.backend.quantizes and not config.parallel.shards_weights:
             convert_to_quantized_parameters(chunks)
 
     def codes_to_gather(self, config: RunConfig, chunk: Any) -> CodesByLinear:

@@ -1,13 +1,12 @@
-"""What data-parallel ranks do with a model in a run, as megatron-core's DDP does it.
+"""What data-parallel ranks do with the model of a run, as megatron-core's DDP does it.
 
-`config/data_parallel.py` has the facts that need no torch. A chunk whose weights are sharded carries its own runtime,
-which `runtime_of` finds.
+The settings tell how ranks share a model (`ParallelConfig.shards_weights`). A chunk whose weights are sharded carries
+its own runtime, which `runtime_of` finds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Optional
 
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megafp8.config.schema import RunConfig
 from megafp8.mcore.config import build_ddp_config
@@ -26,18 +24,16 @@ from megafp8.mcore.process_groups import bucket_groups
 from megafp8.optimizer.fp8_gradients import Fp8Reduction, GradientCodes
 from megafp8.optimizer.gradient_checks import GradientNormCheck, NonFiniteGradientMonitor
 from megafp8.optimizer.gradient_communication import GradientTraffic, ParameterTraffic, add_grad_sync_hook, poison
-from megafp8.optimizer.node_reduction import NodeGroups
 from megafp8.optimizer.received_bytes import ReceivedBytes
+
+Excludes = Callable[[Any], bool]
+"""Whether a parameter is not quantized."""
 
 
 class DataParallelRuntime:
     """megatron-core's DDP: a rank has all weights, and buckets of gradients, which are reduced once in a step."""
 
-    # ---- Building a run ---------------------------------------------------------------------------------------------
-
-    def wrap(
-        self, config: RunConfig, core: TransformerConfig, layers: LayerRuntime, chunks: Sequence[torch.nn.Module]
-    ) -> list[Any]:
+    def wrap(self, config: RunConfig, core: Any, layers: LayerRuntime, chunks: Sequence[Any]) -> list[Any]:
         """Wrap each chunk of a model with its gradients and their reduction."""
         ddp_config = build_ddp_config(config)
         provide_allocator(config.parallel)
@@ -50,22 +46,8 @@ class DataParallelRuntime:
     def finish_optimizers(self, parts: Iterable[Any]) -> None:
         """Adapt megatron-core's optimizers of wrapped chunks."""
 
-    # ---- Gradients and weights in a step ----------------------------------------------------------------------------
-
-    def reduce_in_fp8(
-        self,
-        chunk: Any,
-        is_unquantized: Callable[[Any], bool],
-        settings: GradientCodes,
-        step: Fp8Reduction,
-        nodes: Optional[NodeGroups],
-    ) -> None:
-        """Reduce the gradients of a chunk that are in no buckets as codes.
-
-        Args:
-            is_unquantized: whether a parameter is not quantized.
-            nodes: None where all ranks exchange codes.
-        """
+    def send_codes(self, chunk: Any, excludes: Excludes, codes: GradientCodes, step: Fp8Reduction, nodes: Any) -> None:
+        """Reduce the gradients of a chunk that are in no buckets as codes. `nodes`: `NodeGroups`, if given."""
 
     def gradient_monitor(self, config: RunConfig, chunks: list[Any], device: torch.device) -> GradientNormCheck:
         """The check of gradients for values that are not finite."""
@@ -76,19 +58,17 @@ class DataParallelRuntime:
         for group in (group for chunk in chunks for group in bucket_groups(chunk)):
             add_grad_sync_hook(group, partial(poison, group))
 
-    def parameter_traffic(self, config: RunConfig, chunks: list[Any]) -> Optional[ReceivedBytes]:
+    def gather_traffic(self, config: RunConfig, chunks: list[Any]) -> Optional[ReceivedBytes]:
         """Build the counter of gathered weights; None where every rank has all weights."""
         return ParameterTraffic(chunks) if config.parallel.use_distributed_optimizer else None
 
-    def gradient_traffic(self, chunks: list[Any]) -> Optional[ReceivedBytes]:
+    def reduction_traffic(self, chunks: list[Any]) -> Optional[ReceivedBytes]:
         """Build the counter of gradients that are not reduced as codes; None where nothing is reduced."""
         has_ranks = any(reduction_group(group) for chunk in chunks for group in bucket_groups(chunk))
         return GradientTraffic(chunks) if has_ranks else None
 
     def drop_gathered(self, chunk: Any) -> None:
         """Forget gathered weights, after this rank has written its own."""
-
-    # ---- Checkpoints ------------------------------------------------------------------------------------------------
 
     def sharding_group(self, chunk: Any) -> dist.ProcessGroup:
         """The ranks that share weights, as megatron-core's modules expect it in the metadata of a checkpoint."""
@@ -98,10 +78,6 @@ class DataParallelRuntime:
     def place_rows(self, chunk: Any, state: dict[str, Any]) -> dict[str, Any]:
         """Return a chunk's sharded state with this rank's rows in their places."""
         return state
-
-    def optimizer_rows(self) -> AbstractContextManager[None]:
-        """Context in which megatron-core finds a parameter's rows in a sharded state."""
-        return nullcontext()
 
     def model_rows(self, chunk: Any, state: dict[str, Any]) -> dict[str, Any]:
         """Return a loaded model state as the chunk has its weights."""

@@ -61,7 +61,7 @@ def build_fp8_reduction(config: RunConfig, chunks: Sequence[Any], device: torch.
             for parameter, name in names.items()
             if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
         }
-        runtime_of(chunk).reduce_in_fp8(chunk, unquantized.__contains__, settings, step, node_groups)
+        runtime_of(chunk).send_codes(chunk, unquantized.__contains__, settings, step, node_groups)
         for group in bucket_groups(chunk):
             ranks = reduction_group(group)
             if ranks is not None:

@@ -13,7 +13,6 @@ from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
 from megafp8.config import derived, dimensions, iterations, latent_attention, mixture, topology
-from megafp8.config.data_parallel import strategy_of
 from megafp8.config.model_shapes import count_parameters
 from megafp8.config.muon import has_flat_shards
 from megafp8.planning.compute import BF16_BYTES, bytes_per_element
@@ -239,7 +238,7 @@ def reduced_bytes(run: PlannedRun, stage: int, quantizable: int, other: int, num
 
 def sharding_group(run: PlannedRun, group: RankGroup) -> RankGroup:
     """The group over which weights are sharded: with hybrid sharding the ranks of a replica."""
-    return RankGroup(group.size // strategy_of(run.config.parallel).num_replicas, group.stride)
+    return RankGroup(group.size // run.config.parallel.num_replicas, group.stride)
 
 
 class ReductionLevel(NamedTuple):
@@ -299,18 +298,20 @@ def _group_traffic(
     run: PlannedRun, stage: int, group: RankGroup, quantizable: int, other: int, has_codes: bool
 ) -> DataParallelTraffic:
     """The traffic of weights that a group shares: of linears, gathered as codes or not, and others."""
-    config, parameters, strategy = run.config, quantizable + other, strategy_of(run.config.parallel)
-    num_phases = 1 if has_flat_shards(config) or strategy.shards_weights else 2
+    config, parameters, parallel = run.config, quantizable + other, run.config.parallel
+    num_phases = 1 if has_flat_shards(config) or parallel.shards_weights else 2
     levels = reduction_levels(run, stage, group, quantizable, other, num_phases)
     num_codes = quantizable * quantized_fraction(config, stage) if has_codes else 0.0
     parameter_bytes = BF16_BYTES * (parameters - num_codes) + bytes_per_element(run.recipe) * num_codes
     bucket_size = config.parallel.ddp_bucket_size or max(MIN_BUCKET_SIZE, BUCKET_SIZE_PER_RANK * group.size)
     num_buckets, num_microbatches = -(-parameters // bucket_size), 1
-    if strategy.shards_weights:
+    if parallel.shards_weights:
         assert config.model.num_layers is not None
         num_microbatches = iterations.num_microbatches(config, run.world_size)
         num_buckets = num_microbatches * (config.model.num_layers + 1)
-    parameter_bytes *= num_microbatches * strategy.num_gathers
+        parameter_bytes *= num_microbatches * (1 if parallel.keeps_gathered else 2)
+    elif not parallel.use_distributed_optimizer:
+        parameter_bytes = 0.0
 
     def seconds(ranks: RankGroup, num_bytes: float, num_messages: int = num_buckets) -> float:
         return num_messages * ring_collective_s(run, ranks, num_bytes / num_messages) if num_bytes else 0.0

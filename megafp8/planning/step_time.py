@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from typing import Optional
 
 from megafp8.config import derived, dimensions, iterations, mixture, model_shapes, multi_token, precision_map, stages
-from megafp8.config.data_parallel import strategy_of
 from megafp8.config.fused_adam import fused_adam_problem
 from megafp8.config.muon import is_muon
 from megafp8.planning import communication, compute
@@ -53,14 +52,14 @@ from megafp8.resources.recipe_shares import (
 def optimizer_s(run: PlannedRun, stage: int) -> float:
     """Seconds of the optimizer's kernels on gradients, master weights and moments, and of Newton-Schulz in Muon."""
     parameters = sum(parameters_on_stage(run.config, run.padded_vocab, stage))
-    strategy = strategy_of(run.config.parallel)
+    parallel = run.config.parallel
     experts = expert_parameters_on_stage(run.config, stage)
-    num_shards = communication.data_group(run).size if strategy.shards_optimizer else 1
+    num_shards = communication.data_group(run).size if parallel.shards_optimizer else 1
     on_shard = (parameters - experts) / num_shards
     if experts:
-        on_shard += experts / (communication.expert_data_group(run).size if strategy.shards_optimizer else 1)
+        on_shard += experts / (communication.expert_data_group(run).size if parallel.shards_optimizer else 1)
     full_bytes, shard_bytes = optimizer_bytes_per_parameter(run)
-    moved_bytes = full_bytes * parameters / (num_shards if strategy.shards_weights else 1) + shard_bytes * on_shard
+    moved_bytes = full_bytes * parameters / (num_shards if parallel.shards_weights else 1) + shard_bytes * on_shard
     orthogonalization_s = newton_schulz_s(run, stage, num_shards) if is_muon(run.config) else 0.0
     return moved_bytes / (run.gpu.hbm_bytes_per_s * run.calibration.optimizer_fraction) + orthogonalization_s
 
@@ -378,7 +377,7 @@ def exposed_data_parallel_s(run: PlannedRun, time: StageTime, stage: int) -> flo
     """Gradient reductions and parameter gathers that do not overlap with computation. One bucket never does."""
     traffic, parallel = communication.data_parallel_traffic(run, stage), run.config.parallel
     reduce_s, gather_s = traffic.reduce_s, traffic.gather_s
-    if strategy_of(parallel).shards_weights:
+    if parallel.shards_weights:
         step_s = time.seconds * iterations.num_microbatches(run.config, run.world_size)
         total_s = reduce_s + gather_s
         return max(total_s / traffic.num_buckets, exposed_s(total_s, step_s))

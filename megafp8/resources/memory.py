@@ -45,11 +45,11 @@ from megafp8.config import (
     topology,
 )
 from megafp8.config.activations import is_gated
-from megafp8.config.data_parallel import ERROR_BYTES, strategy_of
 from megafp8.config.layer_backends import TRANSFORMER_ENGINE, LayerBackend
 from megafp8.config.muon import is_layer_wise, is_muon
 from megafp8.config.saved_activations import ACTIVATION, NORM, PACKED_BYTES
 from megafp8.config.schema import ModelConfig, PrecisionConfig, RunConfig
+from megafp8.config.sharding import ERROR_BYTES, num_shards, shard
 from megafp8.recipes import registry
 from megafp8.resources import mixture_memory
 from megafp8.resources.mixture_memory import BYTES, expert_layers_on_stage, expert_parameters_on_stage, mlp_channels
@@ -233,8 +233,7 @@ def estimate_memory(
         logits_bytes=logits_bytes,
         buffers_bytes=max(0, gradient_bytes - logits_bytes, copies_bytes - activations_bytes - logits_bytes),
     )
-    sharded: MemoryEstimate = strategy_of(config.parallel).memory(config, world_size, estimate, quantizable)
-    return sharded
+    return shard(config, world_size, estimate, quantizable)  # type: ignore[no-any-return]
 
 
 def estimate_stages(
@@ -334,7 +333,7 @@ def _weight_bytes(
     param_bytes = BYTES[derived.params_dtype(precision)]
     # fprop and dgrad share one copy of the codes if these are the same and need no transposing, or only while a linear
     # computes, as with sharded weights.
-    keeps_transpose = implementation.keeps_transposed_codes and not strategy_of(config.parallel).shards_weights
+    keeps_transpose = implementation.keeps_transposed_codes and not config.parallel.shards_weights
     has_two = keeps_transpose or not all(recipe.shares_weight_codes for recipe in derived.used_recipes(precision))
     copies = int(quantized * _code_bytes(precision) * (2 if has_two else 1))
     if precision.fp8_param_gather:
@@ -392,9 +391,9 @@ def muon_state_bytes(
 
 def updated_parameters(config: RunConfig, world_size: int, parameters: int, experts: int) -> int:
     """Parameters whose state the rank has, of those on its stage, some of which are experts'."""
-    shards, expert_shards, strategy = 1, 1, strategy_of(config.parallel)
-    if strategy.shards_optimizer:
-        shards = strategy.num_shards(config, world_size)
+    shards = expert_shards = 1
+    if config.parallel.shards_optimizer:
+        shards = num_shards(config, world_size)
         expert_shards = mixture.expert_data_size(config, world_size) if experts else 1
     return -(-(parameters - experts) // shards) + -(-experts // expert_shards)
 

@@ -11,7 +11,6 @@ from typing import Optional
 
 from megafp8.checkpoint.foreign_folder import refuse_foreign_folders
 from megafp8.config import derived, precision_map, rules
-from megafp8.config.data_parallel import strategy_of
 from megafp8.config.flags import ParsedArgs, drop_follow_ups
 from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.megatron_flags import NO_EFFECT
@@ -200,7 +199,7 @@ def unchecked_settings(config: RunConfig) -> list[str]:
     if (intra_node := precision.grad_reduce_fp8_intra_node) != "fp8":
         needed = (
             "all ranks of a replica are on one node"
-            if strategy_of(config.parallel).shards_weights
+            if config.parallel.shards_weights
             else "each of several nodes has two or more of the ranks that share gradients, and as many as others"
         )
         found.append(

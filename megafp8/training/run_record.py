@@ -14,7 +14,6 @@ import torch
 
 import megafp8
 from megafp8.config import derived, model_shapes, precision_map, settings
-from megafp8.config.data_parallel import strategy_of
 from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.muon import is_muon
 from megafp8.config.precision_map import OUTPUT_LAYER
@@ -54,7 +53,7 @@ def recipe_lines(config: RunConfig, implementation: LayerBackend) -> list[str]:
     if not precision_map.is_quantized(precision):
         return [f"precision: {derived.params_dtype(precision)}", *saved_lines] if saved else []
     rows, arithmetic = resolve_precision_map(config), describe_arithmetic(precision, implementation)
-    stored = "" if strategy_of(config.parallel).shards_weights else "stored and "
+    stored = "" if config.parallel.shards_weights else "stored and "
     others = [f"  weights are {stored}gathered as codes and scales"] if precision.fp8_param_gather else []
     others += ["  both attention GEMMs are also in FP8"] if precision.fp8_dot_product_attention else []
     if has_mixed_recipes(rows, precision):

@@ -13,7 +13,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megafp8.checkpoint.progress import TrainingState
 from megafp8.checkpoint.state_dict import chained_optimizers
 from megafp8.config import derived, dimensions, iterations, multi_token
-from megafp8.config.data_parallel import strategy_of
 from megafp8.config.data_phases import first_samples
 from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.schema import RunConfig
@@ -150,7 +149,7 @@ def build_training_state(
     problem = fused_adam.problem(config, platform.kind == "cuda")
     check_graph_optimizer(config, problem)
     if problem is None:
-        num_replicas = strategy_of(config.parallel).num_replicas
+        num_replicas = config.parallel.num_replicas
         optimizer = fused_adam.FusedAdamOptimizer(optimizer, platform.device, num_replicas)
         transformer_config.finalize_model_grads_func = optimizer.finalize
     elif config.training.spike_policy != "off" and not isinstance(optimizer, SkipUpdateOptimizer):

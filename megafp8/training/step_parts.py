@@ -19,7 +19,6 @@ from torch import Tensor
 
 from megafp8.checkpoint.progress import Progress, TrainingState
 from megafp8.config import derived, multi_token
-from megafp8.config.data_parallel import strategy_of
 from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.mixture import PEER, is_mixture, token_dispatcher
 from megafp8.config.muon import is_layer_wise
@@ -394,7 +393,7 @@ def build_gradient_check(config: RunConfig, training_state: TrainingState, devic
     parallelism: `find_local` can then tell afterwards which rank the non-finite values came from.
     """
     data_size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-    is_complete = data_size in (1, dist.get_world_size()) and not strategy_of(config.parallel).shards_weights
+    is_complete = data_size in (1, dist.get_world_size()) and not config.parallel.shards_weights
     norm_tells = is_complete and isinstance(training_state.optimizer, FusedAdamOptimizer)
     if norm_tells or not config.training.check_for_nan_in_loss_and_grad:
         return GradientNormCheck(training_state.chunks, device, searches_buckets=data_size > 1)
@@ -449,10 +448,9 @@ def reduction_parts(config: RunConfig, state: TrainingState, device: torch.devic
     if reduction := build_fp8_reduction(config, state.chunks, device):
         state.gradient_residuals.extend(reduction.residuals)
         yield Fp8Gradients(reduction, config.precision.grad_reduce_fp8_scaling == "tensor")
-    runtime, in_fp8 = runtime_of(state.chunks[0]), config.precision.grad_reduce_in_fp8
-    gathers = state.optimizer if is_layer_wise(config) else runtime.parameter_traffic(config, state.chunks)
+    runtime, chunks = runtime_of(state.chunks[0]), state.chunks
     counters = {
-        "param_gather_bytes": gathers,
-        "grad_reduce_bytes": None if in_fp8 else runtime.gradient_traffic(state.chunks),
+        "param_gather_bytes": state.optimizer if is_layer_wise(config) else runtime.gather_traffic(config, chunks),
+        "grad_reduce_bytes": None if config.precision.grad_reduce_in_fp8 else runtime.reduction_traffic(chunks),
     }
     yield from (Traffic(counter, field) for field, counter in counters.items() if counter is not None)

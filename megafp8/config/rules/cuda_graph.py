@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megafp8.config import derived, dimensions, multi_token
-from megafp8.config.data_parallel import OPTIMIZER_SHARDING_FLAGS, SHARDING, SHARDING_FLAG, strategy_of
+from megafp8.config import derived, dimensions, multi_token, sharding
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.features import given_flags
 from megafp8.config.fused_adam import fused_adam_problem
@@ -46,7 +45,7 @@ def _settings_without_default_graph(config: RunConfig) -> Iterator[tuple[str, st
         (context > 2, flag, untested),
         (context == 2 and messages not in tested, f"{flag} with --cp-comm-type {messages}", untested),
         (context == 2 and has_other_ranks, f"{flag} with tensor- or pipeline-parallel ranks", untested),
-        *((True, *untested_flag) for untested_flag in strategy_of(parallel).untested_graphs()),
+        (parallel.shards_weights, sharding.FLAG, sharding.UNTESTED_GRAPH),
         (derived.measures_attention_logits(config), derived.logits_flag(config), untested),
         (
             schedule is not None,
@@ -105,7 +104,7 @@ def _host_problems(config: RunConfig) -> Checks:
         optimizer is not None and not is_of_experts,
         str(optimizer),
         "CUDA graphs need the one-pass optimizer, because megatron-core's waits for the number of tokens",
-        f"use {OPTIMIZER_SHARDING_FLAGS}, Adam, FP32 master weights, no loss scale and no tensor-parallel ranks beside "
+        f"use {sharding.OPTIMIZER_FLAGS}, Adam, FP32 master weights, no loss scale and no tensor-parallel ranks beside "
         "expert-parallel ones",
     )
     for flag, given in (
@@ -163,8 +162,7 @@ def _rank_problems(config: RunConfig) -> Checks:
         "a graph with messages beside the layers of other virtual stages hung on two H100s",
         "use --no-overlap-p2p-communication",
     )
-    for flag, reason in strategy_of(parallel).graph_limits():
-        yield True, flag, reason, NO_GRAPH
+    yield parallel.keeps_gathered, *sharding.NO_GRAPH, NO_GRAPH
     yield (
         parallel.tp_comm_overlap,
         "--tp-comm-overlap",
@@ -208,7 +206,7 @@ def cuda_graph_has_warmup_steps(config: RunConfig, world_size: int) -> Iterator[
 def evaluation_graph_problems(config: RunConfig) -> Iterator[str]:
     """The flags with which the forward passes of an evaluation are no CUDA graph."""
     flags = (
-        "--pipeline-model-parallel-size VALUE", SHARDING_FLAG, "--num-experts VALUE", "--reset-attention-mask"
+        "--pipeline-model-parallel-size VALUE", sharding.FLAG, "--num-experts VALUE", "--reset-attention-mask"
     )  # fmt: skip
     return iter(given_flags(config, flags).values())
 
@@ -220,5 +218,5 @@ def cuda_graph_of_evaluations_is_possible(config: RunConfig, world_size: int) ->
     for flag in evaluation_graph_problems(config):
         yield (
             f"--cuda-graph-evaluation with {flag}: such graphs have run only for one stage of dense layers, without "
-            f"{SHARDING} and without --reset-attention-mask; remove the former"
+            f"{sharding.NAME} and without --reset-attention-mask; remove the former"
         )

@@ -7,7 +7,6 @@ from types import MappingProxyType
 from typing import Optional
 
 from megafp8.config import derived, iterations, lr_schedule
-from megafp8.config.data_parallel import strategy_of
 from megafp8.config.features import VALUE, given_flags
 from megafp8.config.muon import is_muon, steps_problem
 from megafp8.config.mup import width_multiplier
@@ -187,7 +186,7 @@ def low_precision_state_needs_its_switch(config: RunConfig, world_size: int) -> 
         return
     if optimizer.optimizer != "adam":
         yield f"--use-precision-aware-optimizer supports only --optimizer adam, not {optimizer.optimizer}"
-    if strategy_of(config.parallel).shards_optimizer is False:
+    if config.parallel.shards_optimizer is False:
         yield "--use-precision-aware-optimizer needs --use-distributed-optimizer"
     if optimizer.main_params_dtype == "fp16" and derived.params_dtype(config.precision) == "fp32":
         yield "--main-params-dtype fp16 with weights in FP32, which have no master weights: also give --bf16"

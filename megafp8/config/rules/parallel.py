@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 
 from megafp8.config import derived, dimensions, precision_map, topology
-from megafp8.config.data_parallel import strategy_of
 from megafp8.config.rules.base import (
     all_positive,
     has_shape,
@@ -142,8 +141,7 @@ def parameter_gather_overlap_has_its_parts(config: RunConfig, world_size: int) -
 def registered_buffers_have_ranks(config: RunConfig, world_size: int) -> Iterator[str]:
     """Data- and context-parallel ranks exchange what --use-nccl-ub registers: buffers with complete gradients."""
     parallel = config.parallel
-    has_buffers = not strategy_of(parallel).shards_weights
-    if not parallel.use_nccl_ub or not has_buffers or not has_whole_replicas(config, world_size):
+    if not parallel.use_nccl_ub or parallel.shards_weights or not has_whole_replicas(config, world_size):
         return
     if topology.data_parallel_size(config, world_size, with_context_parallel=True) == 1:
         yield (

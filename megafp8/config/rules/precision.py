@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 
 from megafp8.config import derived, dimensions, gemm_alignment, model_shapes, precision_map, topology
 from megafp8.config.activations import is_plain_swiglu
-from megafp8.config.data_parallel import strategy_of
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.features import changed_flag
 from megafp8.config.layer_backends import requested_backend
@@ -83,7 +82,7 @@ def _changed_flags(config: RunConfig, names: Iterable[str]) -> Iterator[str]:
 
 def fp8_weights_need_sharded_optimizer(config: RunConfig, world_size: int) -> Iterator[str]:
     """FP8 weights need the distributed optimizer, which has the master weights."""
-    if config.precision.fp8_param_gather and strategy_of(config.parallel).shards_optimizer is False:
+    if config.precision.fp8_param_gather and config.parallel.shards_optimizer is False:
         yield "--fp8-param-gather needs --use-distributed-optimizer, which keeps the high-precision weights"
 
 
@@ -300,7 +299,7 @@ def uses_op_fuser(config: RunConfig) -> bool:
     needs_layers = (
         (precision_map.changes_mlps(model, precision) if model.num_layers is not None else precision.precision_map)
         or precision.fp8_schedule is not None or precision.first_last_layers_bf16
-        or derived.recompute_granularity(training) is not None or strategy_of(config.parallel).shards_weights
+        or derived.recompute_granularity(training) is not None or config.parallel.shards_weights
         or config.parallel.tensor_model_parallel_size > 1
         or (training.on_nonfinite_activation != "warn" and not shows_amaxes)
     )  # fmt: skip

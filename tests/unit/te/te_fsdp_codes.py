@@ -22,7 +22,7 @@ from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer, Flo
 from transformer_engine.pytorch.tensor.storage import float8_tensor_storage
 
 from megafp8.config.schema import ModelConfig, PrecisionConfig, RunConfig
-from megafp8.fsdp import codes as codes_of_models
+from megafp8.fsdp import runtime
 from megafp8.fsdp.gradients import CountedGather
 from megafp8.quantization.rounding import CODE_DTYPES
 from megafp8.quantization.scaling import compute_amax, quant_scale_of
@@ -150,7 +150,7 @@ def trained(gathers_codes, recipe, reshards, recomputes=False):
     with mock.patch("torch.cuda.is_available", lambda: True):
         chunk = Chunk(recipe, reshards, recomputes)
     if gathers_codes:
-        codes_of_models.give_codes(chunk, *gathered_codes.codes_by_linear(CONFIG, chunk))
+        runtime.give_codes(chunk, *gathered_codes.codes_by_linear(CONFIG, chunk))
     traffic, found = CountedGather([chunk]), []
     random = torch.Generator().manual_seed(dist.get_rank())
     for _step in range(STEPS):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import MappingProxyType
 
-from megafp8.config import dimensions, topology
+from megafp8.config import dimensions, sharding, topology
 from megafp8.config.activations import is_gated
-from megafp8.config.data_parallel import SHARDING_FLAG, strategy_of
 from megafp8.config.features import given_flags
 from megafp8.config.rules.base import excluded, has_shape, has_whole_replicas, not_supported
 from megafp8.config.schema import RunConfig
@@ -44,18 +43,18 @@ REPLACED_FOR = MappingProxyType(
 
 def fsdp_excludes_other_settings(config: RunConfig, world_size: int) -> Iterator[str]:
     """Settings of other gradient and parameter buffers, and of what reads complete weights or gradients."""
-    if not strategy_of(config.parallel).shards_weights:
+    if not config.parallel.shards_weights:
         return
-    yield from not_supported(config, SHARDING_FLAG, EXCLUDED)
+    yield from not_supported(config, sharding.FLAG, EXCLUDED)
     for feature, flag in given_flags(config, EXCLUDED_BY).items():
-        yield from not_supported(config, flag, {SHARDING_FLAG: EXCLUDED_BY[feature]})
+        yield from not_supported(config, flag, {sharding.FLAG: EXCLUDED_BY[feature]})
     for feature, flag in given_flags(config, REPLACED_FOR).items():
-        yield from excluded(config, flag, {SHARDING_FLAG: REPLACED_FOR[feature]})
+        yield from excluded(config, flag, {sharding.FLAG: REPLACED_FOR[feature]})
 
 
 def fsdp_replicas_have_ranks(config: RunConfig, world_size: int) -> Iterator[str]:
     """Hybrid sharding: the data-parallel ranks are divided into replicas of several ranks."""
-    replicas = strategy_of(config.parallel).num_replicas
+    replicas = config.parallel.num_replicas
     flag = f"--num-distributed-optimizer-instances {replicas}"
     if replicas > 1 and has_whole_replicas(config, world_size):
         ranks = topology.data_parallel_size(config, world_size, with_context_parallel=True)
@@ -68,15 +67,15 @@ def fsdp_replicas_have_ranks(config: RunConfig, world_size: int) -> Iterator[str
 
 def fsdp_ranks_divide_the_rows(config: RunConfig, world_size: int) -> Iterator[str]:
     """Every rank keeps the same number of rows of every parameter, which gives them a place in checkpoints."""
-    model, strategy = config.model, strategy_of(config.parallel)
-    if not strategy.shards_weights or not has_shape(config) or not has_whole_replicas(config, world_size):
+    model, parallel = config.model, config.parallel
+    if not parallel.shards_weights or not has_shape(config) or not has_whole_replicas(config, world_size):
         return
-    tensor = config.parallel.tensor_model_parallel_size
+    tensor = parallel.tensor_model_parallel_size
     ranks = topology.data_parallel_size(config, world_size, with_context_parallel=True)
-    ranks //= max(1, strategy.num_replicas)
+    ranks //= max(1, parallel.num_replicas)
     if ranks <= 1:
-        if strategy.num_replicas == 1:
-            yield f"{SHARDING_FLAG} with one data-parallel rank has nothing to shard: remove it, or use more ranks"
+        if parallel.num_replicas == 1:
+            yield f"{sharding.FLAG} with one data-parallel rank has nothing to shard: remove it, or use more ranks"
         return
     assert model.hidden_size is not None
     queries, keys = dimensions.query_projection_size(model), dimensions.kv_projection_size(model)
@@ -102,11 +101,11 @@ def fsdp_ranks_divide_the_rows(config: RunConfig, world_size: int) -> Iterator[s
     uneven = [f"{name} {size}" for name, size in rows.items() if size % ranks]
     if uneven:
         yield (
-            f"{SHARDING_FLAG}: {ranks} data- x context-parallel ranks do not divide {', '.join(uneven)}: use fewer of "
+            f"{sharding.FLAG}: {ranks} data- x context-parallel ranks do not divide {', '.join(uneven)}: use fewer of "
             "these ranks, or other sizes"
         )
     if is_gated(model) and ranks % 2:
         yield (
-            f"{SHARDING_FLAG}: with a gated MLP the number of data- x context-parallel ranks must be even, not "
+            f"{sharding.FLAG}: with a gated MLP the number of data- x context-parallel ranks must be even, not "
             f"{ranks}, so that a rank has gate rows or up rows"
         )
