@@ -157,9 +157,6 @@ def check_replica_in_node(ranks: Sequence[int], ranks_per_node: int) -> None:
         )
 
 
-# ---- Check of gradients ----------------------------------------------------------------------------------------------
-
-
 class ReducedGradientMonitor(GradientNormCheck):
     """Finds non-finite values in this rank's rows of the reduced gradients.
 
@@ -213,9 +210,6 @@ class ReducedGradientMonitor(GradientNormCheck):
     def reset(self) -> None:
         """Clear the flags of modules before the next step."""
         self._bad_modules.zero_()
-
-
-# ---- Counts of what ranks send each other, and hooks on gradients ----------------------------------------------------
 
 
 class HookedReduceScatter(DefaultReduceScatter):

@@ -78,9 +78,8 @@ class FsdpRuntime(DataParallelRuntime):
         for module in fsdp_modules(chunk):
             module.reshard()
 
-    def sharding_group(self, chunk: Any) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = chunk.process_group
-        return group
+    def sharding_group(self, chunk: Any) -> Any:
+        return chunk.process_group
 
     def place_rows(self, chunk: Any, state: dict[str, Any]) -> dict[str, Any]:
         group = chunk.process_group

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, Optional
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
@@ -35,13 +34,10 @@ class DataParallelRuntime:
 
     def wrap(self, config: RunConfig, core: Any, layers: LayerRuntime, chunks: Sequence[Any]) -> list[Any]:
         """Wrap each chunk of a model with its gradients and their reduction."""
-        ddp_config = build_ddp_config(config)
+        wrapped = partial(DistributedDataParallel, core, build_ddp_config(config))
         provide_allocator(config.parallel)
         # Later chunks of a rank finish their backward pass earlier, so their buffers need no buckets to overlap.
-        return [
-            DistributedDataParallel(core, ddp_config, chunk, disable_bucketing=index > 0)
-            for index, chunk in enumerate(chunks)
-        ]
+        return [wrapped(chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)]
 
     def finish_optimizers(self, parts: Iterable[Any]) -> None:
         """Adapt megatron-core's optimizers of wrapped chunks."""
@@ -70,10 +66,9 @@ class DataParallelRuntime:
     def drop_gathered(self, chunk: Any) -> None:
         """Forget gathered weights, after this rank has written its own."""
 
-    def sharding_group(self, chunk: Any) -> dist.ProcessGroup:
+    def sharding_group(self, chunk: Any) -> Any:
         """The ranks that share weights, as megatron-core's modules expect it in the metadata of a checkpoint."""
-        group: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        return group
+        return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
     def place_rows(self, chunk: Any, state: dict[str, Any]) -> dict[str, Any]:
         """Return a chunk's sharded state with this rank's rows in their places."""
