@@ -18,7 +18,6 @@ from megatron.core.utils import unwrap_model
 
 from megafp8.checkpoint import (
     compatibility,
-    fsdp_rows,
     gradient_residuals,
     local_scales,
     optimizer_exchange,
@@ -39,6 +38,7 @@ from megafp8.config import derived, settings
 from megafp8.config.schema import RunConfig
 from megafp8.device.collective_errors import call_on_all_ranks
 from megafp8.mcore.process_groups import gather_weights
+from megafp8.optimizer.data_parallel import runtime_of
 from megafp8.optimizer.layer_wise import LayerWiseOptimizer
 from megafp8.quantization.fp8_parameter import quantize_assigned_weights
 from megafp8.resilience import fault_injection
@@ -212,7 +212,7 @@ def read_tensors(
     absent = {key for key in unexpected if compatibility.checkpoint_part(key) != "model"}
     for name, chunk in zip(names, chunks, strict=True):
         module = unwrap_model(chunk)
-        loaded = fsdp_rows.model_dtensors(module, state[name])
+        loaded = runtime_of(chunk).model_rows(chunk, state[name])
         # `check_keys` reports the missing keys of all ranks together.
         absent |= set(module.load_state_dict(loaded, strict=False).missing_keys)
     not_loaded = {key for key in missing if compatibility.checkpoint_part(key) in parts and not is_extra_state(key)}

@@ -39,7 +39,7 @@ def name_by_rank(model: dict[str, Any], fits: Sequence[bool] = (True, True)) -> 
     Args:
         fits: choose the scales outside of experts, and those of experts.
     """
-    # Not from the replicas' numbers, which count otherwise with several replicas of FSDP2.
+    # Not from the replicas' numbers, which count otherwise with several replicas of sharded weights.
     ranks = (
         parallel_state.get_data_parallel_rank(with_context_parallel=True),
         parallel_state.get_expert_data_parallel_rank(),

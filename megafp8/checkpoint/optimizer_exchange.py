@@ -1,4 +1,4 @@
-"""Adam's state of a run with the distributed optimizer for one without it, FSDP2 included, and the other way round.
+"""Adam's state of a run with the distributed optimizer for one without it, and the other way round.
 
 Both save moments and master weights by the name of the weight. They differ in three things:
 

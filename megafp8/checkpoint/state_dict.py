@@ -30,13 +30,13 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megafp8.checkpoint import fsdp_rows, optimizer_exchange
+from megafp8.checkpoint import optimizer_exchange
 from megafp8.checkpoint import optimizer_state as optimizer_parts
 from megafp8.checkpoint.progress import TrainingState
 from megafp8.device.collective_errors import call_on_all_ranks
-from megafp8.mcore.patches import groups_matched_without_rates
+from megafp8.mcore.patches import groups_matched_without_rates, rows_found_by_identity
 from megafp8.mcore.process_groups import gather_weights
-from megafp8.mcore.torch_fsdp import TorchFSDP, rows_found_by_identity
+from megafp8.optimizer.data_parallel import runtime_of
 from megafp8.optimizer.layer_wise import LayerWiseOptimizer
 from megafp8.quantization.fp8_parameter import QuantizedParameter
 
@@ -58,8 +58,7 @@ def content_metadata() -> dict[str, Any]:
 
 def sharding_metadata(chunks: list[Any]) -> dict[str, Any]:
     """Return `content_metadata` with the group that shares rows of weights, as megatron-core's modules expect it."""
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return content_metadata() | {"dp_cp_group": chunks[0].process_group if isinstance(chunks[0], TorchFSDP) else group}
+    return content_metadata() | {"dp_cp_group": runtime_of(chunks[0]).sharding_group(chunks[0])}
 
 
 def model_state(chunks: list[Any]) -> dict[str, Any]:
@@ -67,7 +66,7 @@ def model_state(chunks: list[Any]) -> dict[str, Any]:
     metadata = sharding_metadata(chunks)
     # Each chunk has its own key, but names of weights inside are global, so that another pipeline layout finds them.
     return {
-        "model" if len(chunks) == 1 else f"model{index}": fsdp_rows.place_gated_rows(
+        "model" if len(chunks) == 1 else f"model{index}": runtime_of(chunk).place_rows(
             chunk, unwrap_model(chunk).sharded_state_dict(metadata=metadata)
         )
         for index, chunk in enumerate(chunks)
@@ -135,7 +134,7 @@ def load_optimizer_state(
         if "grad_scaler" in part_state and not part_state["grad_scaler"]:
             part_state["grad_scaler"] = part.grad_scaler.state_dict()
         if not isinstance(part, DistributedOptimizer) and not optimizer_parts.is_of_muon(part):
-            fsdp_rows.optimizer_dtensors(part, part_state)
+            runtime_of(training_state.chunks[0]).set_optimizer_rows(part, part_state)
     if optimizer_parts.is_of_muon(parts[0]):
         for part, part_state in zip(parts, states, strict=True):
             optimizer_parts.load_muon_state(part, part_state)

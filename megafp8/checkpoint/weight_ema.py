@@ -53,7 +53,7 @@ def sharded_means(training_state: TrainingState, model: dict[str, Any]) -> dict[
 
 
 def rows_of(shard: MeanShard) -> Tensor:
-    """This rank's part of the weight, which is the data of its leaf: FSDP2's rows, else the weight."""
+    """This rank's part of the weight, which is the data of its leaf: rows of a sharded weight, else the weight."""
     return getattr(shard.weight, "_local_tensor", shard.weight)
 
 

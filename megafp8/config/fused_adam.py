@@ -15,10 +15,7 @@ def fused_adam_problem(config: RunConfig) -> Optional[str]:
     problems = (
         (not settings.one_pass_optimizer, "--no-one-pass-optimizer"),
         (settings.optimizer != "adam", f"--optimizer {settings.optimizer}"),
-        (
-            not config.parallel.use_distributed_optimizer and not config.parallel.use_torch_fsdp2,
-            "no --use-distributed-optimizer",
-        ),
+        (not config.parallel.shards_optimizer, "no --use-distributed-optimizer"),
         # The norm tells copies on tensor-parallel ranks by the ranks of dense layers, which those of experts are not.
         (
             has_expert_ranks(config)

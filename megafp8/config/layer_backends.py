@@ -115,7 +115,7 @@ class _Emulated(LayerBackend):
         )  # fmt: skip
         if not has_te:
             yield flag, "graphs need the one-pass optimizer, whose state Transformer Engine keeps; it is not installed"
-        if max(sizes) > 1 or parallel.use_torch_fsdp2:
+        if max(sizes) > 1 or parallel.shards_weights:
             yield flag, "its graphs are of one GPU or data-parallel ranks"
         if is_mixture(config.model):
             yield flag, "its graphs have not been tested with experts"

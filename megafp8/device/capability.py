@@ -24,7 +24,7 @@ from megafp8.device.layer_support import (
     emulated_only_options,
     expert_kernel_problems,
     fp16_master_problems,
-    fsdp_codes_problems,
+    gathered_codes_problems,
     graph_problems,
     quantizer_problems,
     unsupported_in_model,
@@ -157,7 +157,7 @@ def capability_problems(config: RunConfig, target: Target) -> list[str]:
         found += [f"{text}; change it, or use --transformer-impl emulated" for text in unsupported_layers(config)]
         found += fp8_attention_problems(config, target) + deterministic_attention_problems(config, target)
         found += quantizer_problems(config)
-        found += fp16_master_problems(config) + fsdp_codes_problems(config)
+        found += fp16_master_problems(config) + gathered_codes_problems(config)
     return fp8_lm.with_origins(found, config)
 
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from megafp8.config import derived, dimensions, mixture, precision_map
+from megafp8.config import derived, dimensions, mixture, precision_map, sharding
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.grouped_experts import grouped_expert_problems, one_launch_suggestion, peer_problems
 from megafp8.config.layer_backends import LayerBackend
@@ -91,7 +91,7 @@ def has_exchange_library(library: str) -> bool:
     return re.search(rf"\b{name}\b", Path(spec.origin).read_text(encoding="utf-8")) is not None
 
 
-# ---- What Transformer Engine does not support beside FP8 weights: FP16 master weights, and FSDP2 --------------------
+# ---- What Transformer Engine does not support beside FP8 weights: FP16 master weights, and shards -------------------
 
 
 def fp16_master_problems(config: RunConfig) -> list[str]:
@@ -108,16 +108,16 @@ def fp16_master_problems(config: RunConfig) -> list[str]:
     ]
 
 
-def fsdp_codes_problems(config: RunConfig) -> list[str]:
-    """Problem of codes that FSDP2 gathers: scales from a history are made inside Transformer Engine, and
+def gathered_codes_problems(config: RunConfig) -> list[str]:
+    """Problem of codes of sharded weights: scales from a history are made inside Transformer Engine, and
     block scales have a layout of its own. Emulated layers support both."""
-    if not (config.parallel.use_torch_fsdp2 and config.precision.fp8_param_gather):
+    if not (config.parallel.shards_weights and config.precision.fp8_param_gather):
         return []
     known = ", ".join(
         recipe.name for recipe in registry.recipes() if recipe.te_recipe_class and has_current_tensor_scale(recipe)
     )
     return [
-        f"--fp8-param-gather with --use-torch-fsdp2 and --fp8-recipe {recipe.name}: Transformer Engine's layers read "
+        f"--fp8-param-gather with {sharding.FLAG} and --fp8-recipe {recipe.name}: Transformer Engine's layers read "
         "gathered codes only where a weight has one scale, which follows from its present values, and this recipe has "
         f"{'scales from an amax history' if recipe.is_stateful else 'scales of blocks'}; remove --fp8-param-gather, or "
         f"use --fp8-recipe {known} or --transformer-impl emulated"

@@ -48,7 +48,7 @@ def choose(
         return {}, None
     flag, name = "--use-nccl-ub", "parallel.use_nccl_ub"
     uses_nccl = kind == "cuda" and parallel.distributed_backend != "gloo"
-    if not (parallel.overlap_param_gather and num_replicas > 1 and not parallel.use_torch_fsdp2 and uses_nccl):
+    if not (parallel.overlap_param_gather and num_replicas > 1 and not parallel.shards_weights and uses_nccl):
         return {name: False}, None
     if setting := expandable_segments():
         return {name: False}, (flag, "off", f"{setting} excludes it")

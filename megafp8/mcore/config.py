@@ -368,7 +368,7 @@ def precision_fields(config: RunConfig, implementation: LayerBackend) -> dict[st
             "fp8_amax_history_len": precision.fp8_amax_history_len,
             "fp8_amax_compute_algo": precision.fp8_amax_compute_algo,
             "tp_only_amax_red": precision.tp_only_amax_red,
-            "fp8_param": precision.fp8_param_gather and not config.parallel.use_torch_fsdp2,
+            "fp8_param": precision.fp8_param_gather and not config.parallel.shards_weights,
             "fp8_dot_product_attention": precision.fp8_dot_product_attention,
         }
     if precision.fp4_format is not None:
@@ -446,8 +446,8 @@ def build_ddp_config(config: RunConfig) -> DistributedDataParallelConfig:
         "fp8_param_gather": precision.fp8_param_gather,
     }
     fields |= parsed_overrides(config, "ddp", DistributedDataParallelConfig)
-    if parallel.use_torch_fsdp2:
-        fields["reshard_after_forward"] = parallel.torch_fsdp2_reshard_after_forward
+    if parallel.shards_weights:
+        fields["reshard_after_forward"] = not parallel.keeps_gathered
         return build_checked(TorchFullyShardedDataParallelConfig, fields)
     return build_checked(DistributedDataParallelConfig, fields)
 

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's rows of a tensor that FSDP2 has sharded; any other tensor itself."""
+    """This rank's rows of a sharded tensor; any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -287,7 +287,7 @@ def total_norm(gradients: list[torch.Tensor], norm_type: float = 2.0, grad_stats
     """
     assert norm_type == 2.0
     squares = torch.zeros((), dtype=torch.float64)
-    sharding_group = None  # of FSDP2
+    sharding_group = None  # ranks with other rows of the same gradients
     for gradient in gradients:
         if isinstance(gradient, DTensor):
             sharding_group = gradient.device_mesh.get_group()

@@ -22,7 +22,7 @@ MultiTokenSpec = Optional[MultiTokenPredictionBlockSubmodules]
 """None on all chunks but the last."""
 CodesOf = Callable[[Tensor, torch.Size], Any]
 """Makes the `GatheredCodes` of a weight, of this rank's rows [n, K] and its shape (N, K)."""
-FsdpCodes = tuple[Mapping[Any, CodesOf], Callable[[], bool]]
+CodesByLinear = tuple[Mapping[Any, CodesOf], Callable[[], bool]]
 """The codes by linear, and whether a forward pass finds the weights quantized already."""
 
 
@@ -85,8 +85,8 @@ class LayerRuntime(ABC):
         """Store weights as codes, before megatron-core creates the parameter buffers."""
 
     @abstractmethod
-    def fsdp_codes(self, config: RunConfig, chunk: Any) -> FsdpCodes:
-        """What FSDP2 gathers in place of weights in BF16."""
+    def codes_to_gather(self, config: RunConfig, chunk: Any) -> CodesByLinear:
+        """What ranks gather in place of the rows of sharded weights in BF16."""
 
     @abstractmethod
     def set_optimizer_state(self, config: RunConfig, optimizers: Iterable[Any]) -> None:

@@ -144,6 +144,16 @@ def groups_matched_without_rates() -> Iterator[None]:
         yield
 
 
+def rows_found_by_identity() -> contextlib.AbstractContextManager[Any]:
+    """Context in which megatron-core finds the rows of a parameter in a sharded state dict.
+
+    It compares object identities with what `DTensor.to_local` returns, which is a new parameter in every call since
+    torch 2.13.
+    """
+    module = import_core("dist_checkpointing.optimizer")
+    return patch.object(module, "to_local_if_dtensor", lambda tensor: getattr(tensor, "_local_tensor", tensor))
+
+
 APEX_MODULE = "fused_weight_gradient_mlp_cuda"
 WGRAD_FUNCTIONS = ("wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16")
 WGRAD_EVIDENCE = (

@@ -137,7 +137,7 @@ class StepRecord:
     counts both phases of a ring. A step replayed from a CUDA graph has the bytes of the capture."""
     grad_intra_node_bytes: Optional[int] = None
     """Of `grad_reduce_bytes`, those from ranks of the same node, with --grad-reduce-fp8-intra-node bf16 or fp32, or of
-    the same replica, with --grad-reduce-in-fp8 and replicas of FSDP2. The others came from other nodes or replicas."""
+    the same replica, with --grad-reduce-in-fp8 and several replicas. The others came from other nodes or replicas."""
     grad_underflow_fraction: Optional[float] = None
     """With --grad-reduce-in-fp8: of the nonzero gradients of all ranks that are sent as codes, those that became 0."""
     grad_saturated_fraction: Optional[float] = None

@@ -23,19 +23,18 @@ from megafp8.config.mup import without_mup
 from megafp8.config.schema import RunConfig
 from megafp8.config.stages import virtual_pipeline_size
 from megafp8.device.layer_support import ignore_attention_switches
-from megafp8.mcore.config import build_ddp_config, build_optimizer_config
+from megafp8.fsdp.runtime import FsdpRuntime
+from megafp8.mcore.config import build_optimizer_config
 from megafp8.mcore.layer_runtime import LayerRuntime
 from megafp8.mcore.mixture_patches import gather_weights_once
 from megafp8.mcore.modules import mark_expert_weights
 from megafp8.mcore.multi_token import MultiTokenGPT
-from megafp8.mcore.nccl_buffers import provide_allocator
-from megafp8.mcore.torch_fsdp import TorchFSDP, agree_on_overflow
-from megafp8.models.fsdp_codes import give_codes
 from megafp8.models.initialization import initialize_parameters
 from megafp8.models.layer_runtime import layer_runtime
 from megafp8.models.layer_specs import chunk_layers
 from megafp8.models.saved_activations import pack_saved_activations
 from megafp8.optimizer.build_muon import build_muon
+from megafp8.optimizer.data_parallel import DDP, runtime_of
 from megafp8.optimizer.parameter_groups import mup_overrides
 from megafp8.quantization.fp8_parameter import quantize_assigned_weights
 
@@ -148,21 +147,9 @@ def add_gradient_buffers(
     implementation: LayerBackend,
     chunks: list[torch.nn.Module],
 ) -> list[DistributedDataParallel]:
-    """Wrap each chunk with megatron-core's gradient buffers and data-parallel reduction."""
-    ddp_config = build_ddp_config(config)
-    if config.parallel.use_torch_fsdp2:
-        num_replicas = config.parallel.num_distributed_optimizer_instances
-        sharded = [TorchFSDP(transformer_config, ddp_config, chunk, num_replicas) for chunk in chunks]
-        if config.precision.fp8_param_gather:
-            for chunk in sharded:
-                give_codes(chunk, *layer_runtime(implementation).fsdp_codes(config, chunk))
-        return sharded
-    provide_allocator(config.parallel)
-    # Later chunks of a rank finish their backward pass earlier, so their buffers need no buckets to overlap.
-    return [
-        DistributedDataParallel(transformer_config, ddp_config, chunk, disable_bucketing=index > 0)
-        for index, chunk in enumerate(chunks)
-    ]
+    """Wrap each chunk with its gradients and their data-parallel reduction."""
+    runtime = FsdpRuntime() if config.parallel.shards_weights else DDP
+    return runtime.wrap(config, transformer_config, layer_runtime(implementation), chunks)
 
 
 def build_optimizer(
@@ -179,8 +166,7 @@ def build_optimizer(
         optimizer = get_megatron_optimizer(core_config, chunks, config_overrides=mup_overrides(config, core_config))
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     gather_weights_once(parts)
-    if config.parallel.use_torch_fsdp2:
-        agree_on_overflow(parts)
+    runtime_of(chunks[0]).finish_optimizers(parts)
     quantize_assigned_weights(chunks)  # after the master weights are copied
     transformer_config.grad_scale_func = optimizer.scale_loss
     transformer_config.finalize_model_grads_func = finalize_model_grads  # the fused Adam replaces it

@@ -22,7 +22,7 @@ from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.precision_map import OUTPUT_LAYER, build_linear_recipe
 from megafp8.config.schema import RunConfig
 from megafp8.mcore import patches
-from megafp8.mcore.layer_runtime import FsdpCodes, LayerRuntime, LinearCounters, Model, MultiTokenSpec
+from megafp8.mcore.layer_runtime import CodesByLinear, LayerRuntime, LinearCounters, Model, MultiTokenSpec
 from megafp8.mcore.modules import named_linears
 from megafp8.mcore.multi_token import local_spec
 from megafp8.models.emulated_layers import (
@@ -97,10 +97,10 @@ class EmulatedRuntime(LayerRuntime):
                 module.gradient_accumulation_fusion = True
 
     def convert_weights(self, config: RunConfig, chunks: Sequence[nn.Module]) -> None:
-        if config.precision.fp8_param_gather and self.backend.quantizes and not config.parallel.use_torch_fsdp2:
+        if config.precision.fp8_param_gather and self.backend.quantizes and not config.parallel.shards_weights:
             convert_to_quantized_parameters(chunks)
 
-    def fsdp_codes(self, config: RunConfig, chunk: Any) -> FsdpCodes:
+    def codes_to_gather(self, config: RunConfig, chunk: Any) -> CodesByLinear:
         linears = [
             linear
             for linear in emulated_linears([chunk])
@@ -138,7 +138,7 @@ def accumulate_wgrad(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> N
 
 
 def gathered_codes(linear: Any, rows: Tensor, shape: torch.Size) -> GatheredCodes:
-    """The codes of an emulated linear's weight that FSDP2 gathers."""
+    """The codes of an emulated linear's weight, which ranks gather."""
     return GatheredCodes(rows, shape, *linear.weight_code_options())
 
 

@@ -80,7 +80,7 @@ class Fp8Reduction(ReceivedBytes):
         counts: FP64 [3], of a sample of this rank's rows of codes: values that are not 0, those that became 0, those
             that saturated.
         within_node: counts the bytes from ranks of the same node that are not codes (`node_reduction`), or all from
-            ranks of the same replica (`fsdp_gradients`).
+            ranks of the same replica of sharded weights.
         residuals: errors of the last codes, with error feedback.
     """
 

@@ -17,11 +17,10 @@ from megafp8.device.platform import local_world_size
 from megafp8.errors import ConfigError
 from megafp8.mcore.grad_reduction import Reduction, Work, reduction_group, replace_reduction
 from megafp8.mcore.process_groups import bucket_groups
-from megafp8.mcore.torch_fsdp import TorchFSDP
+from megafp8.optimizer.data_parallel import runtime_of
 from megafp8.optimizer.fp8_gradients import Fp8Reduction, GradientCodes, PipelinedReduction
-from megafp8.optimizer.fsdp_gradients import reduce_in_fp8
 from megafp8.optimizer.gradient_slices import parameter_ranges, split_bucket
-from megafp8.optimizer.node_reduction import NodeReduction, Nodes, build_node_groups, check_replica_in_node
+from megafp8.optimizer.node_reduction import NodeReduction, Nodes, build_node_groups
 from megafp8.optimizer.reduction_works import BucketWorks
 from megafp8.recipes.formats import E4M3, E5M2
 
@@ -62,11 +61,7 @@ def build_fp8_reduction(config: RunConfig, chunks: Sequence[Any], device: torch.
             for parameter, name in names.items()
             if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
         }
-        if isinstance(chunk, TorchFSDP):
-            if node_groups is not None:
-                check_replica_in_node(dist.get_process_group_ranks(chunk.process_group), node_groups.ranks_per_node)
-            dtype = None if node_groups is None else node_groups.dtype
-            reduce_in_fp8(chunk, unquantized.__contains__, settings, step, dtype)
+        runtime_of(chunk).send_codes(chunk, unquantized.__contains__, settings, step, node_groups)
         for group in bucket_groups(chunk):
             ranks = reduction_group(group)
             if ranks is not None:

@@ -5,7 +5,7 @@ clips the gradients, runs Adam, and copies the master weights into the model. Ea
 or weights. Here the division and the clipping are factors inside the Adam kernel, which also writes the model weights.
 The gradient norm stays on the device, and the caller reads it together with the loss.
 
-They are its distributed optimizer, and its optimizer of the rows that FSDP2 leaves on a rank. State, checkpoints and
+They are its distributed optimizer, and its optimizer of a rank's rows of sharded weights. State, checkpoints and
 parameter groups are those of the wrapped optimizers. Numerics: those of Transformer Engine's Adam up to rounding, see
 `adam_kernel`. The sum of the gradient norm has another order.
 """

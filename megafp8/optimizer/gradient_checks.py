@@ -4,9 +4,9 @@ Detection: a norm is finite only if all elements are. Only the fused optimizer's
 checked where that is enough to find the rank afterwards (`build_gradient_check` in `training/step_parts.py`). Otherwise
 `NonFiniteGradientMonitor` computes the norm of each bucket before it is reduced over the data-parallel ranks, because a
 NaN spreads to all ranks in the reduction. This reads the gradients once per step and does not synchronize; the result
-is one flag on the device. FSDP2 has its own check (`fsdp_checks.py`). After the backward pass `sum_over_ranks` sums
-losses and flags over all ranks, so that all ranks skip the update or stop together. megatron-core's own check does not
-name a rank, and with BF16 weights it has none.
+is one flag on the device. Sharded weights have their own check (`DataParallelRuntime.gradient_monitor`). After the
+backward pass `sum_over_ranks` sums losses and flags over all ranks, so that all ranks skip the update or stop together.
+megatron-core's own check does not name a rank, and with BF16 weights it has none.
 
 Location: the search for the tensor runs only after a detection. If the gradients are already reduced, the local
 gradients of a rank can still be checked. A reduce-scatter overwrites only the shard that a rank owns and leaves its
@@ -41,7 +41,7 @@ LOSS_ONLY = "none; weights and gradients are finite"
 def is_finite(tensor: Tensor) -> Tensor:
     """Whether a tensor's norm is finite: all elements are, and the sum of squares does not overflow FP32.
 
-    Of a tensor that FSDP2 has sharded, it is the norm of this rank's rows.
+    Of a sharded tensor it is the norm of this rank's rows.
     """
     tensor = to_local_if_dtensor(tensor)
     return torch.isfinite(torch.linalg.vector_norm(tensor, dtype=torch.float32))  # an FP16 norm overflows at 65504

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megafp8.config.schema import RunConfig
 from megafp8.mcore.grad_reduction import reduction_group
 from megafp8.mcore.process_groups import bucket_groups
-from megafp8.optimizer.fsdp_traffic import CountedGather, CountedReduction, add_reduction_hook
 from megafp8.optimizer.received_bytes import ReceivedBytes
 from megafp8.quantization.fp8_parameter import quantized_parameters
 from megafp8.resilience import fault_injection
@@ -43,18 +41,6 @@ def add_grad_sync_hook(group: Any, hook: Callable[[], None]) -> Callable[[], Non
 
     group.start_grad_sync = call_and_start
     return remove
-
-
-def inject_gradient_faults(chunks: Sequence[Any]) -> None:
-    """Let fault injection change this rank's gradients before they are reduced.
-
-    With FSDP2 they are those of a module in a microbatch.
-    """
-    for chunk in chunks:
-        for group in bucket_groups(chunk):
-            add_grad_sync_hook(group, partial(poison, group))
-        for sums in getattr(chunk, "sums", ()):
-            add_reduction_hook(sums.module, lambda gradients: fault_injection.poison("step.gradients", gradients))
 
 
 def poison(group: Any) -> None:
@@ -147,13 +133,6 @@ class ParameterTraffic(ReceivedBytes, TorchDispatchMode):
         return counted
 
 
-def build_traffic(config: RunConfig, chunks: list[Any]) -> Optional[ReceivedBytes]:
-    """Build the counter of a run; None where every rank has all weights."""
-    if config.parallel.use_torch_fsdp2:
-        return CountedGather(chunks)
-    return ParameterTraffic(chunks) if config.parallel.use_distributed_optimizer else None
-
-
 class GradientTraffic(ReceivedBytes):
     """Counts the bytes of gradients that a rank receives from other ranks, as a ring sends them.
 
@@ -175,16 +154,6 @@ class GradientTraffic(ReceivedBytes):
             num_phases = 1 if group.ddp_config.use_distributed_optimizer else 2
             reduced = sum(bucket.grad_data.nbytes for bucket in group.buckets)
             self.received_bytes += num_phases * reduced * (num_ranks - 1) // num_ranks
-
-
-def build_gradient_traffic(config: RunConfig, chunks: list[Any]) -> Optional[ReceivedBytes]:
-    """Build the counter of a run; None where nothing is reduced, or the reduction is counted elsewhere."""
-    if config.precision.grad_reduce_in_fp8:
-        return None
-    if config.parallel.use_torch_fsdp2:
-        return CountedReduction(chunks)
-    has_ranks = any(reduction_group(group) for chunk in chunks for group in bucket_groups(chunk))
-    return GradientTraffic(chunks) if has_ranks else None
 
 
 def num_bytes(tensors: Any) -> int:

@@ -190,21 +190,6 @@ class NodeReduction:
         return [gradients[start : start + size] for start in starts]
 
 
-def check_replica_in_node(ranks: Sequence[int], ranks_per_node: int) -> None:
-    """Check that the global ranks of a replica of hybrid sharding lie on one node.
-
-    Raises:
-        ConfigError: they do not.
-    """
-    num_nodes = len({rank // ranks_per_node for rank in ranks})
-    if num_nodes > 1:
-        raise ConfigError(
-            f"{FLAG}: a replica of --use-torch-fsdp2 has {len(ranks)} ranks on {num_nodes} nodes (LOCAL_WORLD_SIZE "
-            f"{ranks_per_node}), whose sums are not those of a node: make a replica of each node with "
-            "--num-distributed-optimizer-instances, or remove the flag"
-        )
-
-
 def build_node_groups(intra_node: str, ranks_per_node: int) -> Optional[NodeGroups]:
     """The groups of a run; None where all ranks exchange codes."""
     if intra_node == "fp8":

@@ -64,10 +64,10 @@ def build_rows(part: MegatronOptimizer, group_index: int) -> list[tuple[torch.nn
     """Of each parameter of a group: the model weight, the key of its optimizer state, and its row.
 
     Args:
-        part: megatron-core's distributed optimizer, or the optimizer of parameters that FSDP2 has sharded.
+        part: megatron-core's distributed optimizer, or the optimizer of parameters of which this rank has rows.
     """
     is_flat = isinstance(part, DistributedOptimizer)
-    build = build_row if is_flat else build_fsdp_row
+    build = build_row if is_flat else build_local_row
     return [(weight, key, build(part, weight, key)) for weight, key in weights_of_group(part, group_index)]
 
 
@@ -82,8 +82,8 @@ def weights_of_group(part: MegatronOptimizer, group_index: int) -> list[tuple[to
     return [*masters, *((weight, weight) for weight in part.fp32_from_fp32_groups[group_index])]
 
 
-def build_fsdp_row(part: MegatronOptimizer, weight: DTensor, master: DTensor) -> ParameterRow:
-    """Build the row of one parameter of which FSDP2 keeps rows on this rank. `master` is `weight` in FP32."""
+def build_local_row(part: MegatronOptimizer, weight: DTensor, master: DTensor) -> ParameterRow:
+    """Build the row of one parameter of which this rank has rows. `master` is `weight` in FP32."""
     state = get_state(part.optimizer, master)
     return ParameterRow(
         grad=flat(weight.main_grad), master=flat(master), exp_avg=flat(state["exp_avg"]),

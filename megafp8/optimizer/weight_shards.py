@@ -11,8 +11,8 @@ from megatron.core.fp8_utils import is_float8tensor, quantize_param_shard
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from megafp8.mcore.fsdp_groups import fsdp_modules
 from megafp8.mcore.process_groups import gather_weights
+from megafp8.optimizer.data_parallel import runtime_of
 from megafp8.optimizer.layer_wise import LayerWiseOptimizer
 from megafp8.optimizer.tensor_table import flat, get_model_weight, weights_of_group
 
@@ -85,8 +85,8 @@ def share_weights(
             quantize_param_shard(weights, values, *others, part.data_parallel_group)
     if isinstance(optimizer, LayerWiseOptimizer):
         optimizer.share(replaced)
-    for module in (module for chunk in chunks for module in fsdp_modules(chunk)):
-        module.reshard()  # drops what was gathered and kept (`--torch-fsdp2-no-reshard-after-forward`)
-    # FSDP2 gathers rows before each use, and other optimizers update complete weights.
+    for chunk in chunks:
+        runtime_of(chunk).drop_gathered(chunk)
+    # Sharded weights are gathered before each use, and other optimizers update complete weights.
     if flat_parts and not is_overlapped:
         gather_weights(chunks)

@@ -205,7 +205,7 @@ def pipeline_send_bytes(run: PlannedRun) -> int:
 class DataParallelTraffic:
     """Data-parallel communication of one step: gradients are reduced, parameters are gathered.
 
-    With `--use-torch-fsdp2` that is in every microbatch, and in buckets of a layer. Replicas are added once in a step.
+    With sharded weights that is in every microbatch, and in buckets of a layer. Replicas are added once in a step.
     """
 
     reduce_s: float
@@ -237,10 +237,8 @@ def reduced_bytes(run: PlannedRun, stage: int, quantizable: int, other: int, num
 
 
 def sharding_group(run: PlannedRun, group: RankGroup) -> RankGroup:
-    """The group over which weights are sharded: with hybrid sharding (FSDP2) the ranks of a replica."""
-    parallel = run.config.parallel
-    replicas = parallel.num_distributed_optimizer_instances if parallel.use_torch_fsdp2 else 1
-    return RankGroup(group.size // replicas, group.stride)
+    """The group over which weights are sharded: with hybrid sharding the ranks of a replica."""
+    return RankGroup(group.size // run.config.parallel.num_replicas, group.stride)
 
 
 class ReductionLevel(NamedTuple):
@@ -300,20 +298,19 @@ def _group_traffic(
     run: PlannedRun, stage: int, group: RankGroup, quantizable: int, other: int, has_codes: bool
 ) -> DataParallelTraffic:
     """The traffic of weights that a group shares: of linears, gathered as codes or not, and others."""
-    config, parameters = run.config, quantizable + other
-    num_phases = 1 if has_flat_shards(config) or config.parallel.use_torch_fsdp2 else 2
+    config, parameters, parallel = run.config, quantizable + other, run.config.parallel
+    num_phases = 1 if has_flat_shards(config) or parallel.shards_weights else 2
     levels = reduction_levels(run, stage, group, quantizable, other, num_phases)
     num_codes = quantizable * quantized_fraction(config, stage) if has_codes else 0.0
     parameter_bytes = BF16_BYTES * (parameters - num_codes) + bytes_per_element(run.recipe) * num_codes
     bucket_size = config.parallel.ddp_bucket_size or max(MIN_BUCKET_SIZE, BUCKET_SIZE_PER_RANK * group.size)
     num_buckets, num_microbatches = -(-parameters // bucket_size), 1
-    if config.parallel.use_torch_fsdp2:
+    if parallel.shards_weights:
         assert config.model.num_layers is not None
         num_microbatches = iterations.num_microbatches(config, run.world_size)
-        num_gathers = 2 if config.parallel.torch_fsdp2_reshard_after_forward else 1
-        parameter_bytes *= num_microbatches * num_gathers
         num_buckets = num_microbatches * (config.model.num_layers + 1)
-    elif not config.parallel.use_distributed_optimizer:
+        parameter_bytes *= num_microbatches * (1 if parallel.keeps_gathered else 2)
+    elif not parallel.use_distributed_optimizer:
         parameter_bytes = 0.0
 
     def seconds(ranks: RankGroup, num_bytes: float, num_messages: int = num_buckets) -> float:

@@ -53,15 +53,13 @@ def optimizer_s(run: PlannedRun, stage: int) -> float:
     """Seconds of the optimizer's kernels on gradients, master weights and moments, and of Newton-Schulz in Muon."""
     parameters = sum(parameters_on_stage(run.config, run.padded_vocab, stage))
     parallel = run.config.parallel
-    is_sharded = parallel.use_distributed_optimizer or parallel.use_torch_fsdp2
     experts = expert_parameters_on_stage(run.config, stage)
-    num_shards = communication.data_group(run).size if is_sharded else 1
+    num_shards = communication.data_group(run).size if parallel.shards_optimizer else 1
     on_shard = (parameters - experts) / num_shards
     if experts:
-        on_shard += experts / (communication.expert_data_group(run).size if is_sharded else 1)
+        on_shard += experts / (communication.expert_data_group(run).size if parallel.shards_optimizer else 1)
     full_bytes, shard_bytes = optimizer_bytes_per_parameter(run)
-    has_all_gradients = not parallel.use_torch_fsdp2
-    moved_bytes = full_bytes * parameters / (1 if has_all_gradients else num_shards) + shard_bytes * on_shard
+    moved_bytes = full_bytes * parameters / (num_shards if parallel.shards_weights else 1) + shard_bytes * on_shard
     orthogonalization_s = newton_schulz_s(run, stage, num_shards) if is_muon(run.config) else 0.0
     return moved_bytes / (run.gpu.hbm_bytes_per_s * run.calibration.optimizer_fraction) + orthogonalization_s
 
@@ -379,7 +377,7 @@ def exposed_data_parallel_s(run: PlannedRun, time: StageTime, stage: int) -> flo
     """Gradient reductions and parameter gathers that do not overlap with computation. One bucket never does."""
     traffic, parallel = communication.data_parallel_traffic(run, stage), run.config.parallel
     reduce_s, gather_s = traffic.reduce_s, traffic.gather_s
-    if parallel.use_torch_fsdp2:
+    if parallel.shards_weights:
         step_s = time.seconds * iterations.num_microbatches(run.config, run.world_size)
         total_s = reduce_s + gather_s
         return max(total_s / traffic.num_buckets, exposed_s(total_s, step_s))

@@ -122,7 +122,7 @@ class WeightCodes:
 
 
 class GatheredCodes(WeightCodes):
-    """Codes of a weight of which this rank quantizes its rows, and FSDP2 gathers all.
+    """Codes of a weight of which this rank quantizes its rows, and gathers all.
 
     Args:
         rows: [n, K], the rows of this rank, in high precision.
@@ -130,7 +130,7 @@ class GatheredCodes(WeightCodes):
 
     Attributes:
         own: uint8 [n, K], the codes that this rank sends.
-        raw: uint8 [N, K], the gathered codes. FSDP2 frees their storage between uses.
+        raw: uint8 [N, K], the gathered codes. Their storage is freed between uses.
     """
 
     own: Tensor
@@ -185,7 +185,7 @@ class QuantizedParameter(torch.Tensor):
         aten = torch.ops.aten
         if function is aten.detach.default:  # `.data` also gets here; the result shares the codes
             return cls(args[0].codes)
-        if function is aten.as_strided.default and isinstance(args[0], cls):  # by FSDP2, to its own shape
+        if function is aten.as_strided.default and isinstance(args[0], cls):  # after a gather, to its own shape
             assert tuple(args[1]) == args[0].codes.shape
             return cls(args[0].codes)
         if function is aten.copy_.default and isinstance(args[0], cls):

@@ -12,7 +12,7 @@
 
 On a CPU only a checkpoint that was saved with the distributed optimizer turns one of them on. On every device:
 
-    --no-gradient-accumulation-fusion  with FSDP2, which has no buffer with complete gradients
+    --no-gradient-accumulation-fusion  with sharded weights: there is no buffer with complete gradients
 
 All these keep the recipe of every layer and the dtype of all state. Sums may have another order, and fused kernels may
 round at other points. The same holds for fused operations, a default of `config/rules/precision.py`. Under delayed
@@ -34,7 +34,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, NamedTuple, Optional
 
-from megafp8.config import derived, dimensions, precision_map, rules, topology
+from megafp8.config import derived, dimensions, precision_map, rules, sharding, topology
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.fused_adam import fused_adam_problem
 from megafp8.config.grouped_experts import grouped_expert_problems, peer_problems
@@ -107,11 +107,11 @@ def choose(
     Returns:
         The configuration, and the choices in their order.
     """
-    sharding = partial(_distributed_optimizer, saved_config=saved_config)
+    optimizer = partial(_distributed_optimizer, saved_config=saved_config)
     performance = partial(_performance, saved_config=saved_config, given=given)
     made: list[Choice] = []
     for chooser in (
-        _dispatcher, sharding, _accumulation, performance, _overlap, _nccl_buffers, _cross_entropy, _cuda_graph,
+        _dispatcher, optimizer, _accumulation, performance, _overlap, _nccl_buffers, _cross_entropy, _cuda_graph,
         _evaluation_graph, _expert_kernels,
     ):  # fmt: skip
         values, choices = chooser(config, target, world_size)
@@ -126,7 +126,7 @@ def with_recorded(config: RunConfig, recorded: RunConfig) -> RunConfig:
         recorded: the configuration of that run, which has values for the automatic settings.
     """
     names = [name for name in settings_with(Role.AUTOMATIC) if value_of(config, name) in (None, "auto")]
-    if config.parallel.use_torch_fsdp2:
+    if config.parallel.shards_weights:
         names.append("precision.gradient_accumulation_fusion")
     if config.training.performance == recorded.training.performance == "max":
         if recorded.precision.precision_map[:-1] == config.precision.precision_map:
@@ -151,12 +151,10 @@ def _has_te_layers(config: RunConfig, target: Target) -> bool:
 
 
 def _accumulation(config: RunConfig, target: Target, world_size: int) -> tuple[Values, list[Choice]]:
-    """Off with FSDP2: there is no buffer with complete gradients to which linears could add."""
-    if not config.parallel.use_torch_fsdp2 or not config.precision.gradient_accumulation_fusion:
+    """Off with sharded weights: there is no buffer with complete gradients to which linears could add."""
+    if not config.parallel.shards_weights or not config.precision.gradient_accumulation_fusion:
         return {}, []
-    choice = Choice(
-        "--no-gradient-accumulation-fusion", "on", "FSDP2 has no buffer with complete gradients", is_detail=True
-    )
+    choice = Choice("--no-gradient-accumulation-fusion", "on", sharding.NO_BUFFER, is_detail=True)
     return {"precision.gradient_accumulation_fusion": False}, [choice]
 
 
@@ -233,7 +231,7 @@ def _distributed_optimizer(
     """On GPUs: one-pass update, sharded state. A resumed run keeps its checkpoint's form, to continue to the bit."""
     if config.parallel.use_distributed_optimizer is not None:
         return {}, []
-    if config.parallel.use_torch_fsdp2:
+    if config.parallel.shards_weights:
         return {"parallel.use_distributed_optimizer": False}, []
     saved = saved_config(config)
     if saved is not None:
@@ -249,7 +247,7 @@ def _overlap(config: RunConfig, target: Target, world_size: int) -> tuple[Values
     """Communication of the distributed optimizer beside forward and backward, where there is any."""
     parallel = config.parallel
     replicas = _ranks_that_share(config, world_size)
-    has_buffers = bool(parallel.use_distributed_optimizer) and not parallel.use_torch_fsdp2
+    has_buffers = bool(parallel.use_distributed_optimizer) and not parallel.shards_weights
     helps = has_buffers and target.kind == "cuda" and replicas > 1
     reduces = helps if parallel.overlap_grad_reduce is None else parallel.overlap_grad_reduce
     gathers = parallel.overlap_param_gather

@@ -8,7 +8,7 @@
     other recipes     A cast sets a flag of the quantizer if an amax is infinite: our kernels while they cast, and after
                       Transformer Engine's casts a check of the scales (`te/quantizers.py`). What its fused kernels
                       quantize has no flag: results of norms, weights after their first cast, gradients beside those of
-                      a bias, and SwiGLU in a fused MLP without our kernels, and weights that FSDP2 gathers as codes.
+                      a bias, and SwiGLU in a fused MLP without our kernels, and weights that are gathered as codes.
 
 Attention in FP8 is no linear. Under delayed scaling each layer has one more row for it: amaxes of the forward pass
 (queries, keys, values, probabilities and output) count as its input, those of their gradients as its output gradient.

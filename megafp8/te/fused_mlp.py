@@ -94,7 +94,7 @@ class FusedMLP(TEFusedMLP):
         return register(hook, self._gradient_hooks)
 
     def has_other_weights(self) -> bool:
-        """Whether the linears have got other weights than the operations have: FSDP2 sets those that it gathers."""
+        """Whether the linears have other weights than the operations: gathered ones are set before each use."""
         return self._fused_impl is not None and of_linears(self._fused_impl[0])[0].weight is not self.linear_fc1.weight
 
     def _register_hooks_on_fused_impl(self, fused_impl: te.ops.Sequential) -> None:

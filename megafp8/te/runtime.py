@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megafp8.config import precision_map
 from megafp8.config.expert_layers import expert_layers
 from megafp8.config.schema import RunConfig
-from megafp8.mcore.layer_runtime import FsdpCodes, LayerRuntime, LinearCounters, Model, MultiTokenSpec
+from megafp8.mcore.layer_runtime import CodesByLinear, LayerRuntime, LinearCounters, Model, MultiTokenSpec
 from megafp8.mcore.multi_token import transformer_engine_spec
 from megafp8.te import layers
 
@@ -57,8 +57,8 @@ class TransformerEngineRuntime(LayerRuntime):
         """FP8 weights are quantized after their initialization."""
         return layers.high_precision_weights(chunks) if config.precision.fp8_param_gather else nullcontext()
 
-    def fsdp_codes(self, config: RunConfig, chunk: Any) -> FsdpCodes:
-        from megafp8.te.fsdp_codes import codes_by_linear
+    def codes_to_gather(self, config: RunConfig, chunk: Any) -> CodesByLinear:
+        from megafp8.te.gathered_codes import codes_by_linear
 
         return codes_by_linear(config, chunk)
 

@@ -199,7 +199,7 @@ def unchecked_settings(config: RunConfig) -> list[str]:
     if (intra_node := precision.grad_reduce_fp8_intra_node) != "fp8":
         needed = (
             "all ranks of a replica are on one node"
-            if config.parallel.use_torch_fsdp2
+            if config.parallel.shards_weights
             else "each of several nodes has two or more of the ranks that share gradients, and as many as others"
         )
         found.append(

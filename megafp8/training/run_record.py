@@ -53,7 +53,7 @@ def recipe_lines(config: RunConfig, implementation: LayerBackend) -> list[str]:
     if not precision_map.is_quantized(precision):
         return [f"precision: {derived.params_dtype(precision)}", *saved_lines] if saved else []
     rows, arithmetic = resolve_precision_map(config), describe_arithmetic(precision, implementation)
-    stored = "" if config.parallel.use_torch_fsdp2 else "stored and "
+    stored = "" if config.parallel.shards_weights else "stored and "
     others = [f"  weights are {stored}gathered as codes and scales"] if precision.fp8_param_gather else []
     others += ["  both attention GEMMs are also in FP8"] if precision.fp8_dot_product_attention else []
     if has_mixed_recipes(rows, precision):

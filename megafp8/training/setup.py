@@ -29,10 +29,8 @@ from megafp8.models.grouped_moe import grouped_weights
 from megafp8.models.layer_runtime import layer_runtime
 from megafp8.models.loss import DocumentRoom
 from megafp8.optimizer import fused_adam
-from megafp8.optimizer.gradient_communication import (
-    WgradOverwrite,
-    inject_gradient_faults,
-)
+from megafp8.optimizer.data_parallel import runtime_of
+from megafp8.optimizer.gradient_communication import WgradOverwrite
 from megafp8.optimizer.schedules import build_schedule
 from megafp8.optimizer.skip_update import SkipUpdateOptimizer
 from megafp8.optimizer.weight_ema import WeightEma
@@ -92,7 +90,7 @@ def build_training_run(
     reductions = tuple(reduction_parts(config, training_state, device))
     detector = build_bad_step_detector(config, training_state, implementation, device)
     # After the detector, whose checks are then called on gradients with the injected faults.
-    inject_gradient_faults(training_state.chunks)
+    runtime_of(training_state.chunks[0]).inject_faults(training_state.chunks)
     parts = (
         build_gradient_buffers(config, training_state, implementation),
         detector,
@@ -151,8 +149,8 @@ def build_training_state(
     problem = fused_adam.problem(config, platform.kind == "cuda")
     check_graph_optimizer(config, problem)
     if problem is None:
-        num_copies = config.parallel.num_distributed_optimizer_instances if config.parallel.use_torch_fsdp2 else 1
-        optimizer = fused_adam.FusedAdamOptimizer(optimizer, platform.device, num_copies)
+        num_replicas = config.parallel.num_replicas
+        optimizer = fused_adam.FusedAdamOptimizer(optimizer, platform.device, num_replicas)
         transformer_config.finalize_model_grads_func = optimizer.finalize
     elif config.training.spike_policy != "off" and not isinstance(optimizer, SkipUpdateOptimizer):
         optimizer = SkipUpdateOptimizer(optimizer)

@@ -28,12 +28,12 @@ from megafp8.models.graph_room import GraphRoom
 from megafp8.models.grouped_moe import PeerMoELayer
 from megafp8.models.peer_exchange import load_room
 from megafp8.models.router import ExpertBiasSnapshot
+from megafp8.optimizer.data_parallel import runtime_of
 from megafp8.optimizer.fp8_gradients import Fp8Reduction, next_factor
 from megafp8.optimizer.fp8_reduction import build_fp8_reduction
-from megafp8.optimizer.fsdp_checks import ReducedGradientMonitor
 from megafp8.optimizer.fused_adam import FusedAdamOptimizer
-from megafp8.optimizer.gradient_checks import CodeCounts, GradientNormCheck, NonFiniteGradientMonitor, StepTotals
-from megafp8.optimizer.gradient_communication import WgradOverwrite, build_gradient_traffic, build_traffic
+from megafp8.optimizer.gradient_checks import CodeCounts, GradientNormCheck, StepTotals
+from megafp8.optimizer.gradient_communication import WgradOverwrite
 from megafp8.optimizer.qk_clip import QkClip, data_group
 from megafp8.optimizer.received_bytes import ReceivedBytes
 from megafp8.optimizer.skip_update import NoSpikes, SpikeDetector, SpikeRule
@@ -393,12 +393,11 @@ def build_gradient_check(config: RunConfig, training_state: TrainingState, devic
     parallelism: `find_local` can then tell afterwards which rank the non-finite values came from.
     """
     data_size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-    if config.training.check_for_nan_in_loss_and_grad and config.parallel.use_torch_fsdp2:
-        return ReducedGradientMonitor(training_state.chunks, device, is_local=config.precision.grad_reduce_in_fp8)
-    norm_tells = isinstance(training_state.optimizer, FusedAdamOptimizer) and data_size in (1, dist.get_world_size())
+    is_complete = data_size in (1, dist.get_world_size()) and not config.parallel.shards_weights
+    norm_tells = is_complete and isinstance(training_state.optimizer, FusedAdamOptimizer)
     if norm_tells or not config.training.check_for_nan_in_loss_and_grad:
         return GradientNormCheck(training_state.chunks, device, searches_buckets=data_size > 1)
-    return NonFiniteGradientMonitor(training_state.chunks, device)
+    return runtime_of(training_state.chunks[0]).gradient_monitor(config, training_state.chunks, device)
 
 
 def state_parts(
@@ -449,8 +448,9 @@ def reduction_parts(config: RunConfig, state: TrainingState, device: torch.devic
     if reduction := build_fp8_reduction(config, state.chunks, device):
         state.gradient_residuals.extend(reduction.residuals)
         yield Fp8Gradients(reduction, config.precision.grad_reduce_fp8_scaling == "tensor")
+    runtime, chunks = runtime_of(state.chunks[0]), state.chunks
     counters = {
-        "param_gather_bytes": state.optimizer if is_layer_wise(config) else build_traffic(config, state.chunks),
-        "grad_reduce_bytes": build_gradient_traffic(config, state.chunks),
+        "param_gather_bytes": state.optimizer if is_layer_wise(config) else runtime.gather_traffic(config, chunks),
+        "grad_reduce_bytes": None if config.precision.grad_reduce_in_fp8 else runtime.reduction_traffic(chunks),
     }
     yield from (Traffic(counter, field) for field, counter in counters.items() if counter is not None)

@@ -16,7 +16,7 @@ from tolerances import FP8_GRADIENT_LOSS, LAYOUT_LOSS
 from megafp8.checkpoint.progress import Progress
 from megafp8.config.schema import RunConfig
 from megafp8.errors import NumericsError
-from megafp8.optimizer.fsdp_gradients import rank_shards
+from megafp8.fsdp.gradients import rank_shards
 from megafp8.optimizer.gradient_slices import GradientSlice
 from megafp8.quantization.fp8_parameter import QuantizedParameter
 from megafp8.training.evaluation import build_batches

@@ -13,7 +13,7 @@ from test_loss_scale import optimizer_hash
 
 from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.save import save_checkpoint
-from megafp8.models import builder
+from megafp8.fsdp import runtime
 from megafp8.optimizer.schedules import current_loss_scale, get_grad_scaler
 from megafp8.training.resume import resume
 from megafp8.training.run import Run
@@ -104,13 +104,13 @@ def test_all_ranks_skip_when_one_overflows(extra: str) -> None:
 
 def test_a_rank_that_checks_only_its_rows_disagrees(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the agreement the last rank skips alone, so the test above can fail."""
-    agree = builder.agree_on_overflow
+    agree = runtime.agree_on_overflow
 
     def check_own_rows(parts: list) -> None:
         agree(parts)
         monkeypatch.setattr("megafp8.mcore.torch_fsdp.dist.all_reduce", lambda *_, **__: None)
 
-    monkeypatch.setattr(builder, "agree_on_overflow", check_own_rows)
+    monkeypatch.setattr(runtime, "agree_on_overflow", check_own_rows)
 
     def scale_after_overflow() -> float:
         run = build_run(small_config("llama", f"{DYNAMIC} {FSDP}", 2))

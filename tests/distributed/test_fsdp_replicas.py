@@ -22,7 +22,7 @@ from tolerances import FP8_GRADIENT_LOSS
 from megafp8.checkpoint.progress import Progress
 from megafp8.config.schema import RunConfig
 from megafp8.errors import NumericsError
-from megafp8.optimizer.node_reduction import check_replica_in_node
+from megafp8.fsdp.gradients import check_replica_in_node
 from megafp8.training.extensions.calibration import calibrate, needs_calibration
 from megafp8.training.run import Run
 from megafp8.training.step import StepResult

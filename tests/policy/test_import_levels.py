@@ -26,7 +26,7 @@ LEVELS = {
     "config": 3, "kernels": 3,
     "device": 4, "quantization": 4, "mcore": 4, "data": 4,
     "te": 5, "resources": 5, "optimizer": 5, "metrics": 5,
-    "checkpoint": 6,
+    "checkpoint": 6, "fsdp": 6,
     "models": 7,
     "training": 8,
     "planning": 9, "data/preprocessing": 9, "checkpoint/convert": 9, "training/device_verification": 9,
@@ -57,7 +57,9 @@ MAY_IMPORT = {
 PARTS_WITHOUT_TORCH = {
     "errors", "utils", "recipes", "resilience", "config", "resources", "planning", "launch", "analysis", "cli",
 }  # fmt: skip
-PARTS_WITH_MEGATRON = {"data", "mcore", "te", "optimizer", "checkpoint", "checkpoint/convert", "models", "training"}
+PARTS_WITH_MEGATRON = {
+    "data", "mcore", "te", "optimizer", "checkpoint", "checkpoint/convert", "fsdp", "models", "training",
+}  # fmt: skip
 PART_WITH_TRANSFORMER_ENGINE = "te"
 PATCHED_BY = {"megatron": "mcore", "torch": "mcore", "transformer_engine": "te"}
 

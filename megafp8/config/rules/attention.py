@@ -110,7 +110,6 @@ BOUNDED = "the norms bound the logits, and undo what a factor does to their weig
 QK_NORMS = MappingProxyType({"--qk-layernorm": BOUNDED, "--qk-l2-norm": BOUNDED})
 QK_CLIP_EXCLUDES = MappingProxyType(
     {
-        "--use-torch-fsdp2": "ranks have rows of a weight, and which rows is not tracked",
         "--use-precision-aware-optimizer": "the master weights are within the state of Adam",
         "--mtp-num-layers": "its layers have not been tried",
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megafp8.config import derived, dimensions, multi_token
+from megafp8.config import derived, dimensions, multi_token, sharding
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.features import given_flags
 from megafp8.config.fused_adam import fused_adam_problem
@@ -40,16 +40,12 @@ def _settings_without_default_graph(config: RunConfig) -> Iterator[tuple[str, st
     flag, untested = f"--context-parallel-size {context}", "its graph has not been tested on GPUs"
     # With documents "p2p" is one of the others (`dimensions.cp_exchange`).
     tested = ("p2p", "allgather", "a2a") if config.data.reset_attention_mask else ("p2p",)
-    fsdp2 = (
-        "losses of its graph, which shortens steps only with --fp8-param-gather, have not been compared with those of "
-        "launched kernels"
-    )
     checks = (
         (is_interleaved(config), "virtual pipeline stages", "their graph has been tested in BF16 on two GPUs only"),
         (context > 2, flag, untested),
         (context == 2 and messages not in tested, f"{flag} with --cp-comm-type {messages}", untested),
         (context == 2 and has_other_ranks, f"{flag} with tensor- or pipeline-parallel ranks", untested),
-        (parallel.use_torch_fsdp2, "--use-torch-fsdp2", fsdp2),
+        (parallel.shards_weights, sharding.FLAG, sharding.UNTESTED_GRAPH),
         (derived.measures_attention_logits(config), derived.logits_flag(config), untested),
         (
             schedule is not None,
@@ -108,8 +104,8 @@ def _host_problems(config: RunConfig) -> Checks:
         optimizer is not None and not is_of_experts,
         str(optimizer),
         "CUDA graphs need the one-pass optimizer, because megatron-core's waits for the number of tokens",
-        "use --use-distributed-optimizer or --use-torch-fsdp2, Adam, FP32 master weights, no loss scale and "
-        "no tensor-parallel ranks beside expert-parallel ones",
+        f"use {sharding.OPTIMIZER_FLAGS}, Adam, FP32 master weights, no loss scale and no tensor-parallel ranks beside "
+        "expert-parallel ones",
     )
     for flag, given in (
         ("--rampup-batch-size", bool(training.rampup_batch_size)),
@@ -166,12 +162,7 @@ def _rank_problems(config: RunConfig) -> Checks:
         "a graph with messages beside the layers of other virtual stages hung on two H100s",
         "use --no-overlap-p2p-communication",
     )
-    yield (
-        parallel.use_torch_fsdp2 and not parallel.torch_fsdp2_reshard_after_forward,
-        "--torch-fsdp2-no-reshard-after-forward",
-        "a validation leaves weights gathered, and a graph does not gather them again",
-        NO_GRAPH,
-    )
+    yield parallel.keeps_gathered, *sharding.NO_GRAPH, NO_GRAPH
     yield (
         parallel.tp_comm_overlap,
         "--tp-comm-overlap",
@@ -215,7 +206,7 @@ def cuda_graph_has_warmup_steps(config: RunConfig, world_size: int) -> Iterator[
 def evaluation_graph_problems(config: RunConfig) -> Iterator[str]:
     """The flags with which the forward passes of an evaluation are no CUDA graph."""
     flags = (
-        "--pipeline-model-parallel-size VALUE", "--use-torch-fsdp2", "--num-experts VALUE", "--reset-attention-mask"
+        "--pipeline-model-parallel-size VALUE", sharding.FLAG, "--num-experts VALUE", "--reset-attention-mask"
     )  # fmt: skip
     return iter(given_flags(config, flags).values())
 
@@ -227,5 +218,5 @@ def cuda_graph_of_evaluations_is_possible(config: RunConfig, world_size: int) ->
     for flag in evaluation_graph_problems(config):
         yield (
             f"--cuda-graph-evaluation with {flag}: such graphs have run only for one stage of dense layers, without "
-            "FSDP2 and without --reset-attention-mask; remove the former"
+            f"{sharding.NAME} and without --reset-attention-mask; remove the former"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megafp8.config import derived, topology
+from megafp8.config import derived, sharding, topology
 from megafp8.config.rules.base import has_whole_replicas
 from megafp8.config.schema import RunConfig
 
@@ -41,9 +41,9 @@ def fp8_gradients_within_nodes(config: RunConfig, world_size: int) -> Iterator[s
     if not precision.grad_reduce_in_fp8 or intra_node == "fp8":
         return
     flag = f"--grad-reduce-fp8-intra-node {intra_node}"
-    if config.parallel.use_torch_fsdp2 and config.parallel.num_distributed_optimizer_instances == 1:
+    if config.parallel.shards_weights and config.parallel.num_replicas == 1:
         yield (
-            f"{flag} with --use-torch-fsdp2 and one replica: all its ranks exchange codes; use "
+            f"{flag} with {sharding.FLAG} and one replica: all its ranks exchange codes; use "
             "--num-distributed-optimizer-instances N with a replica on each of N nodes, or remove one of the flags"
         )
     if intra_node == "fp32" and derived.grad_dtype(precision) == "bf16":

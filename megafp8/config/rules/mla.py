@@ -37,7 +37,6 @@ NOT_SUPPORTED = (
 EXCLUDED_LAYOUTS = MappingProxyType(
     {
         "--tp-comm-overlap": "the user buffers are for the linears of other attention; remove --tp-comm-overlap",
-        "--use-torch-fsdp2": "not tested; use --use-distributed-optimizer",
         "--fp8-dot-product-attention": "FP8 attention is not tested with value heads of another size; remove one",
     }
 )

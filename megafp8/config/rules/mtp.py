@@ -20,7 +20,6 @@ EXCLUDED = MappingProxyType(
 )
 EXCLUDED_LAYOUTS = MappingProxyType(
     {
-        "--use-torch-fsdp2": "use --use-distributed-optimizer",
         "--tp-comm-overlap": "there are no user buffers for its projection; remove one",
         "--fp8-schedule": "not tested; remove one",
         "--fp8-dot-product-attention": "not tested; remove one",

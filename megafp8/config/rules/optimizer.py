@@ -183,7 +183,7 @@ def low_precision_state_needs_its_switch(config: RunConfig, world_size: int) -> 
         return
     if optimizer.optimizer != "adam":
         yield f"--use-precision-aware-optimizer supports only --optimizer adam, not {optimizer.optimizer}"
-    if config.parallel.use_distributed_optimizer is False and not config.parallel.use_torch_fsdp2:
+    if config.parallel.shards_optimizer is False:
         yield "--use-precision-aware-optimizer needs --use-distributed-optimizer"
     if optimizer.main_params_dtype == "fp16" and derived.params_dtype(config.precision) == "fp32":
         yield "--main-params-dtype fp16 with weights in FP32, which have no master weights: also give --bf16"

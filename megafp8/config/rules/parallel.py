@@ -139,15 +139,9 @@ def parameter_gather_overlap_has_its_parts(config: RunConfig, world_size: int) -
 
 
 def registered_buffers_have_ranks(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Data- and context-parallel ranks exchange what --use-nccl-ub registers: buffers, which FSDP2 does not have."""
+    """Data- and context-parallel ranks exchange what --use-nccl-ub registers: buffers with complete gradients."""
     parallel = config.parallel
-    if parallel.use_nccl_ub and parallel.use_torch_fsdp2:
-        yield (
-            "--use-nccl-ub is not supported with --use-torch-fsdp2: it has no weight and gradient buffers; remove one "
-            "of them"
-        )
-        return
-    if not parallel.use_nccl_ub or not has_whole_replicas(config, world_size):
+    if not parallel.use_nccl_ub or parallel.shards_weights or not has_whole_replicas(config, world_size):
         return
     if topology.data_parallel_size(config, world_size, with_context_parallel=True) == 1:
         yield (

@@ -82,12 +82,7 @@ def _changed_flags(config: RunConfig, names: Iterable[str]) -> Iterator[str]:
 
 def fp8_weights_need_sharded_optimizer(config: RunConfig, world_size: int) -> Iterator[str]:
     """FP8 weights need the distributed optimizer, which has the master weights."""
-    parallel = config.parallel
-    if (
-        config.precision.fp8_param_gather
-        and parallel.use_distributed_optimizer is False
-        and not parallel.use_torch_fsdp2
-    ):
+    if config.precision.fp8_param_gather and config.parallel.shards_optimizer is False:
         yield "--fp8-param-gather needs --use-distributed-optimizer, which keeps the high-precision weights"
 
 
@@ -292,7 +287,7 @@ def uses_op_fuser(config: RunConfig) -> bool:
     """Whether the MLP uses Transformer Engine's op fuser.
 
     By default it does where training was verified to be equivalent, and where nothing needs separate layers: precision
-    maps, schedules, recomputation, tensor parallelism, FSDP2 or reactions to non-finite operands.
+    maps, schedules, recomputation, tensor parallelism, sharded weights or reactions to non-finite operands.
     """
     model, precision, training = config.model, config.precision, config.training
     if precision.use_transformer_engine_op_fuser is not None:
@@ -304,7 +299,7 @@ def uses_op_fuser(config: RunConfig) -> bool:
     needs_layers = (
         (precision_map.changes_mlps(model, precision) if model.num_layers is not None else precision.precision_map)
         or precision.fp8_schedule is not None or precision.first_last_layers_bf16
-        or derived.recompute_granularity(training) is not None or config.parallel.use_torch_fsdp2
+        or derived.recompute_granularity(training) is not None or config.parallel.shards_weights
         or config.parallel.tensor_model_parallel_size > 1
         or (training.on_nonfinite_activation != "warn" and not shows_amaxes)
     )  # fmt: skip

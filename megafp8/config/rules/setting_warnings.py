@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megafp8.config import derived, dimensions, iterations, lr_schedule, precision_map
+from megafp8.config import derived, dimensions, iterations, lr_schedule, precision_map, sharding
 from megafp8.config.expert_layers import has_capacity, is_mixture
 from megafp8.config.features import given_flags
 from megafp8.config.layer_backends import LayerBackend
@@ -76,9 +76,9 @@ def _op_fuser_warnings(config: RunConfig, implementation: LayerBackend) -> Itera
 
 def _instance_warnings(config: RunConfig) -> Iterator[str]:
     instances = config.parallel.num_distributed_optimizer_instances
-    if instances > 1 and not config.parallel.use_torch_fsdp2:
+    if instances > 1 and config.parallel.num_replicas == 1:
         yield (
-            f"--num-distributed-optimizer-instances {instances} has no effect without --use-torch-fsdp2: optimizer "
+            f"--num-distributed-optimizer-instances {instances} has no effect without {sharding.FLAG}: optimizer "
             "states are sharded over all data-parallel ranks, which takes less memory and gives the same numbers"
         )
 

@@ -487,3 +487,25 @@ class ParallelConfig(MixtureParallelConfig):
         300.0, "timeout for all ranks to connect at startup, in seconds; the error lists the missing ranks",
         range=POSITIVE_LIMIT, role=Role.OUTPUT, unit="seconds", group="reliability", megatron=OWN,
     )
+
+    # How data-parallel ranks share the model: what depends on it asks these, and not the flags.
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether a rank has only rows: it gathers weights and reduces gradients in every microbatch, in no buffers."""
+        return self.use_torch_fsdp2
+
+    @property
+    def shards_optimizer(self) -> Optional[bool]:
+        """Whether a rank has a part of the optimizer state; None where that is not chosen yet."""
+        return self.use_torch_fsdp2 or self.use_distributed_optimizer
+
+    @property
+    def num_replicas(self) -> int:
+        """Groups of ranks over which all of this is sharded: several with hybrid sharding."""
+        return self.num_distributed_optimizer_instances if self.use_torch_fsdp2 else 1
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether gathered weights are kept from the forward to the backward pass."""
+        return self.use_torch_fsdp2 and not self.torch_fsdp2_reshard_after_forward

@@ -328,7 +328,7 @@ class LayerStatistics:
     def _record_alignment(self, layer: str, weight: Tensor) -> None:
         if isinstance(weight, QuantizedParameter) or is_float8tensor(weight):
             return
-        complete = weight.full_tensor() if isinstance(weight, DTensor) else weight  # all ranks of FSDP2 come here
+        complete = weight.full_tensor() if isinstance(weight, DTensor) else weight  # all ranks with its rows come here
         self._record(ALIGNMENT, layer, swiglu_alignment(complete))
 
     @torch.no_grad()

@@ -1,6 +1,6 @@
 """Examples of rules on parallel layouts: pipelines and FSDP.
 
-They break the rules in `megafp8/config/rules/`: pipeline.py, fsdp.py.
+They break the rules in `megafp8/config/rules/`: pipeline.py, sharding.py.
 """
 
 EXAMPLES = {

@@ -6,14 +6,14 @@ import os
 
 import pytest
 
-from megafp8.config.rules.parallel import registered_buffers_have_ranks
+from megafp8.config.rules.sharding import fsdp_excludes_other_settings
 from megafp8.config.schema import ParallelConfig, RunConfig
 from megafp8.device.nccl_buffers import expandable_segments, prefer_copy_engines
 
 
 def test_fsdp2_has_no_buffers() -> None:
     config = RunConfig(parallel=ParallelConfig(use_nccl_ub=True, use_torch_fsdp2=True))
-    (problem,) = registered_buffers_have_ranks(config, 2)
+    (problem,) = fsdp_excludes_other_settings(config, 2)
     assert "--use-nccl-ub is not supported with --use-torch-fsdp2" in problem
 
 

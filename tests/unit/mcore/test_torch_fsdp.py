@@ -8,8 +8,7 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
 from megatron.core.transformer import mlp
 
-from megafp8.mcore.patches import is_installed
-from megafp8.mcore.torch_fsdp import rows_found_by_identity
+from megafp8.mcore.patches import is_installed, rows_found_by_identity
 
 IS_0_16 = is_installed("<0.19")
 

@@ -22,12 +22,12 @@ from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer, Flo
 from transformer_engine.pytorch.tensor.storage import float8_tensor_storage
 
 from megafp8.config.schema import ModelConfig, PrecisionConfig, RunConfig
-from megafp8.models import fsdp_codes as codes_of_models
-from megafp8.optimizer.fsdp_traffic import CountedGather
+from megafp8.fsdp import runtime
+from megafp8.fsdp.gradients import CountedGather
 from megafp8.quantization.rounding import CODE_DTYPES
 from megafp8.quantization.scaling import compute_amax, quant_scale_of
 from megafp8.recipes.base import ScaleRule
-from megafp8.te import fsdp_codes
+from megafp8.te import gathered_codes
 from megafp8.te.quantizers import FORMATS
 
 HIDDEN, TOKENS, STEPS, MICROBATCHES, EPS = 32, 8, 2, 2, 1e-5
@@ -102,7 +102,7 @@ tex.rmsnorm_bwd, layernorm_linear.apply_normalization = rmsnorm_bwd, apply_norma
 linear.general_gemm = layernorm_linear.general_gemm = general_gemm
 utils._empty_tensor = float8_tensor_storage._empty_tensor = lambda: torch.empty(0)
 TransformerEngineBaseModule.prepare_forward = prepare_forward
-fsdp_codes.get_fp8_recipe = lambda config: config.recipe
+gathered_codes.get_fp8_recipe = lambda config: config.recipe
 assert not utils.is_non_tn_fp8_gemm_supported()  # as on Hopper
 
 
@@ -150,7 +150,7 @@ def trained(gathers_codes, recipe, reshards, recomputes=False):
     with mock.patch("torch.cuda.is_available", lambda: True):
         chunk = Chunk(recipe, reshards, recomputes)
     if gathers_codes:
-        codes_of_models.give_codes(chunk, *fsdp_codes.codes_by_linear(CONFIG, chunk))
+        runtime.give_codes(chunk, *gathered_codes.codes_by_linear(CONFIG, chunk))
     traffic, found = CountedGather([chunk]), []
     random = torch.Generator().manual_seed(dist.get_rank())
     for _step in range(STEPS):
@@ -181,7 +181,7 @@ def trained(gathers_codes, recipe, reshards, recomputes=False):
 
 # The layers of `Chunk` are the inner two of four. The other two are in BF16.
 NAMES = [f"layers.{layer}.linear_{linear}" for layer in (1, 2) for linear in ("fc1", "fc2")]
-fsdp_codes.named_linears = lambda chunk: [*zip(NAMES, chunk.linears, strict=True), ("layers.0.linear_fc1", None)]
+gathered_codes.named_linears = lambda chunk: [*zip(NAMES, chunk.linears, strict=True), ("layers.0.linear_fc1", None)]
 CONFIG = RunConfig(
     model=ModelConfig(num_layers=4),
     precision=PrecisionConfig(

@@ -1,12 +1,12 @@
-"""Weights of Transformer Engine's linears that FSDP2 gathers as FP8 codes, under tensorwise current scaling.
+"""Weights of Transformer Engine's linears that ranks gather as FP8 codes, under tensorwise current scaling.
 
-`models/fsdp_codes.py` has the steps. Here amaxes and casts of a rank's rows are Transformer Engine's
-kernels, and a gathered weight is a `Float8Tensor`, which its linears use as it is. The weights are not made in FP8
-(`fp8_param`), so that the rows of a rank, the optimizer and checkpoints are those without codes.
+`quantization/fp8_parameter.py` has the steps (`quantize_codes`). Here amaxes and casts of a rank's rows are
+Transformer Engine's kernels, and a gathered weight is a `Float8Tensor`, which its linears use as it is. The weights are
+not made in FP8 (`fp8_param`), so that the rows of a rank, the optimizer and checkpoints are those without codes.
 
 Hopper's dgrad reads the transpose of a weight. A linear makes it of the gathered codes in its backward pass, and drops
-it after the GEMM. Without codes it casts the weight in every pass. The hooks of `Float8Tensor` for FSDP2 are not used:
-they are for weights that a rank keeps as codes.
+it after the GEMM. Without codes it casts the weight in every pass. The hooks of `Float8Tensor` for gathers are not
+used: they are for weights that a rank keeps as codes.
 """
 
 from __future__ import annotations
