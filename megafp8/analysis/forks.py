@@ -170,12 +170,13 @@ def read_forks(folder: Path) -> ForkReport:
         for name, (good, _) in KNOWN_BAD.items()
         if (cost := cost_of(name, forks.get(f"{good}{EMULATED_FORM}", {}), forks.get(name, {}), diverged.get(name, ())))
     ]
+    # The good form of a control is a recipe as any other, unless that recipe has forks of its own.
+    repeated = {f"{good}{EMULATED_FORM}" for good, _ in KNOWN_BAD.values() if controls and good in forks}
     whole = last_losses(folder / BASELINE)
     costs = [
         cost
         for name in dict.fromkeys([*forks, *diverged])
-        # The good form of a control is a recipe as any other, unless its own forks are there.
-        if name not in {BASELINE, *KNOWN_BAD, *(f"{other}{EMULATED_FORM}" for other in forks)}
+        if name not in {BASELINE, *KNOWN_BAD, *repeated}
         and (cost := cost_of(name, base, forks.get(name, {}), diverged.get(name, ())))
     ]
     costs = [replace(cost, full=full_gap(whole, last_losses(folder / cost.name))) for cost in costs]

@@ -129,19 +129,25 @@ def emulation_warnings(config: RunConfig, target: Target) -> list[str]:
     """Why `auto` emulates layers on a GPU with Transformer Engine, and what is slow in emulated layers on a GPU."""
     if target.kind != "cuda" or not layer_backend(config, target).emulates:
         return []
-    warnings, linear = list[str](), precision_map.build_recipe(config.precision)
-    if config.precision.transformer_impl == "auto" and target.transformer_engine is not None:
-        decodes = any(not recipe.scaled_mm_capabilities for recipe in derived.used_recipes(config.precision))
-        cost = "; on an H200 a step takes 1.2 to 1.4 times as long as in BF16" if decodes else ""
+    precision, warnings = config.precision, list[str]()
+    without_kernels = [
+        recipe.name
+        for recipe in derived.used_recipes(precision)
+        if not recipe.rules(options=vars(precision)).has_kernels
+    ]
+    if precision.transformer_impl == "auto" and target.transformer_engine is not None:
+        decodes = any(not recipe.scaled_mm_capabilities for recipe in derived.used_recipes(precision))
+        is_known = decodes and not without_kernels
+        cost = "; on an H200 a step takes 1.2 to 1.4 times as long as in BF16" if is_known else ""
         warnings += [
             f"all layers are emulated because of {text}{cost}; to get an error instead: --no-emulation"
-            for text in unsupported_recipes(config.precision, target) + unsupported_layers(config)
+            for text in unsupported_recipes(precision, target) + unsupported_layers(config)
         ]
-    if linear is not None and not linear.has_kernels:
-        warnings.append(
-            f"{precision_map.recipe_source(config.precision, linear.name)}: there is no kernel for its casts; in torch "
-            "operations a step on an H200 took 8 to 16 times as long as in BF16"
-        )
+    warnings += [
+        f"{precision_map.recipe_source(precision, name)}: there is no kernel for its casts; in torch operations a step "
+        "on an H200 took 8 to 16 times as long as in BF16"
+        for name in without_kernels
+    ]
     return warnings
 
 

@@ -423,9 +423,9 @@ def decode_blocks_kernel(
     else:
         scale_inside = (rows < num_rows_left) & (columns < across)
         scale = tl.load(scales_ptr + first_row * across + rows * across + columns, mask=scale_inside, other=0)
-    if RULE == "two_level" or RULE == "four_over_six":
+    if RULE == "two_level":
         scale = value_of_code(scale.to(tl.int32), SCALE_FORMAT)
-    elif RULE == "e8m0" or RULE == "e8m0_floor":
+    elif RULE == "e8m0":
         scale = e8m0_value(scale.to(tl.int32))
     values = value_of_code(codes, FORMAT) * scale
     tl.store(values_ptr + first_row * num_columns + at, values.to(values_ptr.dtype.element_ty), mask=inside)

@@ -164,7 +164,7 @@ def accumulate_with_triton(
     """
     from megafp8.kernels.rounding import format_spec  # needs Triton
     from megafp8.kernels.statistics import NUM_WARPS, PROGRAMS, ROWS, RUNS, statistics_kernel
-    from megafp8.quantization.triton_quantize import RULE_NAMES
+    from megafp8.quantization.triton_quantize import storage_of
 
     rule, (num_rows, num_columns) = quantized.rule, rows.shape
     strips = math.ceil(num_columns / (RUNS * RUN_VALUES))
@@ -175,14 +175,13 @@ def accumulate_with_triton(
         for width in (len(tensor_table.QUANTIZATION_SUMS) + num_counts, len(tensor_table.QUANTIZATION_MAXIMA))
     )
     channel_amax = torch.zeros(num_columns, device=rows.device) if has_channels else None
-    kind = RULE_NAMES[ScaleRule.TWO_LEVEL] if rule.scale_rule.is_two_level else RULE_NAMES.get(rule.scale_rule, "fp32")
     scales, block = quantized.dequant_scale, rule.block or (0, 0)
     scales = scales.view(torch.uint8) if scales.itemsize == 1 else scales
     statistics_kernel[(strips, parts)](
         rows.contiguous(), quantized.codes.contiguous().view(torch.uint8), scales.contiguous(), quantized.factor,
         None if channel_amax is None else channel_amax.view(torch.int32), sums, maxima, num_rows, num_columns,
         rule.format.max * (1 + ROUNDING), rule.format.max * 2.0**-margin,
-        BLOCK_ROWS=block[0], BLOCK_COLUMNS=block[1], RULE=kind, IS_KNOWN=is_known,
+        BLOCK_ROWS=block[0], BLOCK_COLUMNS=block[1], RULE=storage_of(rule), IS_KNOWN=is_known,
         CAN_SATURATE=can_saturate(rule), IS_DELAYED=rule.scale_rule is ScaleRule.DELAYED,
         FORMAT=format_spec(rule.format), SCALE_FORMAT=format_spec(E4M3), NUM_EXPONENTS=num_counts,
         BINS=1 << num_counts.bit_length(), LIMIT=tensor_table.LOCAL_DB_LIMIT, ROWS=ROWS, RUNS=RUNS,

@@ -184,7 +184,8 @@ def for_underflow(config: RunConfig, linear: Optional[str]) -> Iterator[str]:
 
 def for_noise(config: RunConfig, linear: Optional[str]) -> Iterator[str]:
     """A recipe with a large error."""
-    if has_four_bits(config, linear) and config.precision.fp4_2d_weights:
+    has_squares = any("fp4_2d_weights" in recipe.option_names for recipe in recipes_of(config, linear))
+    if has_squares and config.precision.fp4_2d_weights:
         yield "--no-fp4-2d-weights, which uses blocks of 16 weights instead of 256"
     yield from current_scaling(config, linear)
     yield from block_recipes(config, linear)
@@ -214,7 +215,7 @@ def for_stalled_weights(config: RunConfig, linear: Optional[str]) -> Iterator[st
 def for_outliers(config: RunConfig, linear: Optional[str]) -> Iterator[str]:
     """A channel that uses up the range of the others."""
     yield from block_recipes(config, linear)
-    if not config.model.qk_layernorm:
+    if not (config.model.qk_layernorm or config.model.qk_l2_norm):
         yield "--qk-layernorm"
     decay = config.optimizer.weight_decay
     yield f"--weight-decay {2 * decay if decay else 0.01:g}"

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from megafp8.config.guarded_linears import SWIGLU_OUTPUT
-from megafp8.config.precision_map import resolve
+from megafp8.config.precision_map import is_quantized, resolve
 from megafp8.config.schema import RunConfig
 from megafp8.metrics.health_suggestions import has_amax_history
 from megafp8.recipes.formats import E4M3
@@ -139,9 +139,10 @@ def suggestion_text(statistic: str, name: str, config: RunConfig) -> str:
         config.precision.fp8_param_gather,
     )
     can_smooth = output in choices and choices[output].is_quantized and not has_amax_history(config, output)
+    can_smooth = can_smooth and config.model.swiglu
     is_useful = {
         SMOOTH: smoothing_helps(statistic, name) and can_smooth and guard != "smooth-swiglu" and not has_fp8_weights,
-        MOVE: guard != "bf16-layer" and not has_fp8_weights,
+        MOVE: guard != "bf16-layer" and not has_fp8_weights and is_quantized(config.precision),
         KEEP: any(choice.is_quantized and linear.startswith(f"{layer}.") for linear, choice in choices.items()),
         NORM: not (config.model.qk_layernorm or config.model.qk_l2_norm),
         CAP: config.model.attention_logit_softcapping is None,

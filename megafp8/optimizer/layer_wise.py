@@ -105,6 +105,8 @@ class Ownership:
 def move_to_buffers(weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Let weights have flat tensors as memory, one for each dtype in which they are stored.
 
+    What is written to these does not move the version counters of the weights.
+
     Returns:
         The flat tensors; of FP8 weights, the codes as uint8.
     """

@@ -108,7 +108,7 @@ def symmetric_product(
         transposed: x^T, or `x` itself if it is symmetric.
         added: [..., m, m], symmetric.
     """
-    if has_kernels(x):
+    if x.dtype == torch.bfloat16 and has_kernels(x):
         from megafp8.kernels import symmetric  # needs Triton
 
         if symmetric.pays(x):

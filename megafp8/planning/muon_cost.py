@@ -92,6 +92,8 @@ def newton_schulz_flops(config: RunConfig, stage: int) -> float:
 def newton_schulz_s(run: PlannedRun, stage: int, num_shards: int) -> float:
     """Seconds of Newton-Schulz on one rank of a stage. Not measured: FLOPs at the speed of large GEMMs.
 
+    All FLOPs count, also those that the symmetric products of large matrices leave out, whose time is not measured.
+
     Args:
         num_shards: data-parallel ranks that divide the matrices.
     """

@@ -56,6 +56,12 @@ RULE_NAMES = {
 }
 
 
+def storage_of(rule: OperandRule) -> str:
+    """How kernels read the scales of a rule: "two_level", "e8m0" or "fp32"."""
+    dtype = SCALE_DTYPES.get(rule.scale_rule)
+    return "two_level" if rule.scale_rule.is_two_level else "e8m0" if dtype == torch.float8_e8m0fnu else "fp32"
+
+
 def can_quantize(tensor: Tensor, rule: OperandRule) -> bool:
     """Whether `quantize_for` supports this rule for this tensor; otherwise torch operations quantize it."""
     if not tensor.numel() or rule.margin or rule.scale_rule is ScaleRule.EDEN:
@@ -308,7 +314,7 @@ def decode(quantized: Quantized, dtype: torch.dtype) -> Tensor:
     tiles, num_warps, num_programs = _tiling(num_rows, num_columns, max(block))
     decode_blocks_kernel[(num_programs,)](
         codes.view(torch.uint8), _raw(quantized.dequant_scale.contiguous()), values, num_rows, num_columns,
-        IS_TALL=block[0] > 1, IS_WIDE=block[1] > 1, RULE=RULE_NAMES[rule.scale_rule],
+        IS_TALL=block[0] > 1, IS_WIDE=block[1] > 1, RULE=storage_of(rule),
         FORMAT=format_spec(rule.format), SCALE_FORMAT=format_spec(E4M3), BLOCK_SIZE=max(block), TILES=tiles,
         num_warps=num_warps, enable_fp_fusion=False,
     )  # fmt: skip

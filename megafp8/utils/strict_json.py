@@ -31,10 +31,13 @@ def parse_json(text: Union[str, bytes], path: Optional[AnyPath] = None, *, uniqu
     """
     text = decode(text, path) if isinstance(text, bytes) else text
     try:
-        return json.loads(
-            text, parse_float=_finite, parse_constant=_refuse_constant,
+        tree = json.loads(
+            text, parse_int=_whole, parse_float=_finite, parse_constant=_refuse_constant,
             object_pairs_hook=_unique if unique_keys else None,
         )  # fmt: skip
+        if "\\ud" in text.lower():  # perhaps half of a surrogate pair, which UTF-8 cannot encode
+            json.dumps(tree, ensure_ascii=False).encode()
+        return tree
     except RecursionError:  # `from None`, because its traceback has a thousand frames
         raise UnreadableFile("nested too deeply", path) from None
     except UnreadableFile as error:
@@ -57,10 +60,15 @@ def finite_or_null(content: Any) -> Any:
     return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
+def _whole(text: str) -> int:
+    _finite(text)  # what has the range of a float can be compared with, and multiplied by, one
+    return int(text)
+
+
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise UnreadableFile(f"the number {text} is too large")
+        raise UnreadableFile(f"the number {text[:12]}{'...' * (len(text) > 12)} is too large")
     return value
 
 

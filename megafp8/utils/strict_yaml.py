@@ -35,7 +35,8 @@ def compose_yaml(text: str) -> Any:
     """The tree of PyYAML nodes, which have line numbers; None for an empty text.
 
     Raises:
-        UnreadableFile: as `parse_yaml`; its cause is a `yaml.YAMLError` for a syntax error.
+        UnreadableFile: as `parse_yaml`, but for tags, which nodes keep; its cause is a `yaml.YAMLError` for a syntax
+            error.
     """
     return _parse(text, None, as_written=False, has_values=False)
 
@@ -74,5 +75,6 @@ def _parse(text: str, path: Optional[AnyPath], as_written: bool, has_values: boo
         written = next(iter(text.splitlines()[mark.line :]), "").strip()
         quoted = f"{printable(written)!r}: " if written else ""  # the end of the file has nothing to quote
         raise UnreadableFile(f"not YAML: {quoted}{error.problem}", path, line=mark.line + 1) from error
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # also escapes and numbers that are out of range
+    # Also escapes and numbers that are out of range, and texts that are not of the type of their tag.
+    except (yaml.YAMLError, ValueError, OverflowError, AttributeError, LookupError) as error:
         raise UnreadableFile(f"not YAML: {error}", path) from error

@@ -134,7 +134,6 @@ def sharded_state_has_a_layout(config: RunConfig, world_size: int) -> Iterator[s
 
 MUON_EXCLUDES = MappingProxyType(
     {
-        "--use-torch-fsdp2": "ranks have rows of a matrix, and Muon needs all of it",
         "--overlap-param-gather": "updated weights are sent by their owners and not gathered in buckets",
     }
 )

@@ -32,7 +32,12 @@ EXCLUDED = MappingProxyType(
     }
 )
 # Features that do not support FSDP2, and those for which it is to be replaced.
-EXCLUDED_BY = MappingProxyType({"--qk-clip": "ranks have rows of a weight, and which rows is not tracked"})
+EXCLUDED_BY = MappingProxyType(
+    {
+        "--qk-clip": "ranks have rows of a weight, and which rows is not tracked",
+        "--optimizer muon": "ranks have rows of a matrix, and Muon needs all of it",
+    }
+)
 REPLACED_FOR = MappingProxyType(
     {
         "--multi-latent-attention": "not tested; use --use-distributed-optimizer",

@@ -152,6 +152,14 @@ def test_a_comparison_that_finds_no_control_is_blind(write_run: Callable[..., Pa
     assert json.loads(written[2].read_text())["is_blind"] != is_found
 
 
+def test_a_good_form_is_left_out_where_its_recipe_is_compared(write_run: Callable[..., Path]) -> None:
+    """And only there: other recipes may have such names."""
+    names = ("mxfp8", "mxfp8-emulated", "blockwise", "blockwise-emulated")
+    costs = {name: (lambda seed, *_: 0.01 + 1e-4 * seed) for name in (*names, "mxfp8-floor")}
+    report = read_forks(write_forks(write_run, costs))
+    assert [cost.name for cost in report.costs] == ["blockwise", "blockwise-emulated", "mxfp8"]
+
+
 def test_whole_runs_that_disagree_are_named(write_run: Callable[..., Path]) -> None:
     folder = write_forks(write_run, {"mxfp8": lambda seed, *_: 0.01 + 1e-4 * seed})
     for seed in (1, 2, 3):
