@@ -29,11 +29,14 @@ RULES = [
         (ScaleRule.FP32, (None, (1, 128), (128, 1), (128, 128))),
         (ScaleRule.POWER_OF_TWO, (None, (1, 128), (128, 1), (128, 128))),
         (ScaleRule.E8M0, ((1, 32), (32, 1))),
+        (ScaleRule.E8M0_FLOOR, ((1, 32),)),
     )
     for block in blocks
 ]
 RULES += [
-    OperandRule(format=E2M1, block=block, scale_rule=ScaleRule.TWO_LEVEL) for block in ((1, 16), (16, 1), (16, 16))
+    OperandRule(format=E2M1, block=block, scale_rule=scale_rule)
+    for scale_rule in (ScaleRule.TWO_LEVEL, ScaleRule.FOUR_OVER_SIX)
+    for block in ((1, 16), (16, 1), (16, 16))
 ]
 RECIPES = {
     "tensorwise": tensorwise.build("hybrid"),

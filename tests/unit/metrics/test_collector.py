@@ -47,6 +47,8 @@ RULES = [
     for recipe in RECIPES
     for operand, gemm, rule in recipe.rules
 ]
+FLOORED = mxfp8.build("e4m3", fp8_e8m0_floor=True).rule(Operand.INPUT, Gemm.FPROP)
+RULES.append(pytest.param(FLOORED, id="mxfp8-floor"))
 NEEDS_TRITON = pytest.mark.skipif(not HAS_KERNELS, reason=NO_KERNELS)
 DEVICES = ["torch", pytest.param("kernel", marks=[NEEDS_TRITON, *([] if IS_INTERPRETED else [pytest.mark.gpu])])]
 FP8 = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-log-interval 1"
