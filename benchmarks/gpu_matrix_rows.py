@@ -63,10 +63,10 @@ class Row:
 
     @property
     def is_named(self) -> bool:
-        """Whether the run told before step 1 of what it has beside the default, or was to emulate."""
-        told = [text for text in self.said if not any(word in text for word in NOT_OF_SPEED)]
-        is_told = any(word in text for text in told for word in (*self.own_flags, EMULATED))
-        return is_told or "--transformer-impl" in self.own_flags
+        """Whether a warning of speed names a flag that the default does not have, or the run was to emulate."""
+        warnings = [text for text in self.said if not any(word in text for word in NOT_OF_SPEED)]
+        has_warning = any(word in text for text in warnings for word in (*self.own_flags, EMULATED))
+        return has_warning or "--transformer-impl" in self.own_flags
 
     @property
     def is_finite(self) -> bool:

@@ -130,13 +130,10 @@ def emulation_warnings(config: RunConfig, target: Target) -> list[str]:
     if target.kind != "cuda" or not layer_backend(config, target).emulates:
         return []
     precision, warnings = config.precision, list[str]()
-    without_kernels = [
-        recipe.name
-        for recipe in derived.used_recipes(precision)
-        if not recipe.rules(options=vars(precision)).has_kernels
-    ]
+    recipes = derived.used_recipes(precision)
+    without_kernels = [recipe.name for recipe in recipes if not recipe.rules(options=vars(precision)).has_kernels]
     if precision.transformer_impl == "auto" and target.transformer_engine is not None:
-        decodes = any(not recipe.scaled_mm_capabilities for recipe in derived.used_recipes(precision))
+        decodes = any(not recipe.scaled_mm_capabilities for recipe in recipes)
         is_known = decodes and not without_kernels
         cost = "; on an H200 a step takes 1.2 to 1.4 times as long as in BF16" if is_known else ""
         warnings += [

@@ -42,7 +42,7 @@ from torch import Tensor
 from megafp8.config.guarded_linears import SWIGLU_OUTPUT
 from megafp8.config.precision_map import is_quantized, resolve
 from megafp8.config.schema import RunConfig
-from megafp8.metrics.health_suggestions import has_amax_history
+from megafp8.metrics.health_suggestions import Case
 from megafp8.recipes.formats import E4M3
 
 ALIGNMENT = "SwiGLU alignment"
@@ -138,7 +138,7 @@ def suggestion_text(statistic: str, name: str, config: RunConfig) -> str:
         config.training.fp8_guard,
         config.precision.fp8_param_gather,
     )
-    can_smooth = output in choices and choices[output].is_quantized and not has_amax_history(config, output)
+    can_smooth = output in choices and choices[output].is_quantized and not Case(config, output).is_stateful
     can_smooth = can_smooth and config.model.swiglu
     is_useful = {
         SMOOTH: smoothing_helps(statistic, name) and can_smooth and guard != "smooth-swiglu" and not has_fp8_weights,

@@ -86,14 +86,13 @@ def newton_schulz(
     x = x / squares.sqrt().clamp_min(EPSILON)
     if precision == "medium":
         x = x.to(torch.bfloat16)
-    add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
     with product_precision(precision):
         for a, b, c in steps:
             gram = symmetric_product(x, x.mT)
             if group is not None:
                 dist.all_reduce(gram, group=group)
             coefficients = symmetric_product(gram, gram, gram, alpha=c, beta=b)
-            x = multiplied(add_product, x, coefficients, x, beta=a)
+            x = add_product(x, coefficients, x, beta=a)
     x = x.float()
     return x.mT if is_turned else x
 
@@ -115,7 +114,13 @@ def symmetric_product(
             return symmetric.multiply_by_transpose(x, added, alpha=alpha, beta=beta)
     if added is None:
         return multiplied(torch.matmul, x, transposed)
-    return multiplied(torch.addmm if x.ndim == 2 else torch.baddbmm, added, x, transposed, alpha=alpha, beta=beta)
+    return add_product(added, x, transposed, alpha=alpha, beta=beta)
+
+
+def add_product(added: Tensor, left: Tensor, right: Tensor, *, alpha: float = 1.0, beta: float) -> Tensor:
+    """beta * added + alpha * left right, of matrices or of stacks of them."""
+    function = torch.addmm if added.ndim == 2 else torch.baddbmm
+    return multiplied(function, added, left, right, alpha=alpha, beta=beta)
 
 
 @contextmanager
