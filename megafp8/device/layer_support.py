@@ -10,7 +10,12 @@ from pathlib import Path
 
 from megafp8.config import derived, dimensions, mixture, precision_map, sharding
 from megafp8.config.expert_layers import is_mixture
-from megafp8.config.grouped_experts import grouped_expert_problems, one_launch_suggestion, peer_problems
+from megafp8.config.grouped_experts import (
+    expert_choices,
+    grouped_expert_problems,
+    one_launch_suggestion,
+    peer_problems,
+)
 from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.rules.precision import fuses_swiglu_quantization, triton_cast_recipes, uses_op_fuser
 from megafp8.config.schema import LoggingConfig, ModelConfig, PrecisionConfig, RunConfig
@@ -208,6 +213,11 @@ def expert_kernel_problems(config: RunConfig, implementation: LayerBackend) -> l
     ]
 
 
+FEW_EXPERTS, LARGE_EXPERT = 8, 2**24
+"""Experts of a GPU, and weights of a linear, that are faster one by one where blocks have scales: so they are with 8 of
+2^26, and not with 8 of 2^21 (benchmarks/results/experts.md)."""
+
+
 def expert_launch_warnings(config: RunConfig, target_kind: str, implementation: LayerBackend) -> list[str]:
     """What it costs that the experts of a GPU run one by one, and what avoids it."""
     if not is_mixture(config.model) or target_kind != "cuda" or mixture.experts_per_rank(config) == 1:
@@ -218,13 +228,8 @@ def expert_launch_warnings(config: RunConfig, target_kind: str, implementation: 
         suggestion = "--transformer-impl auto may run them in one launch"
     elif problem or (is_emulated and config.parallel.moe_expert_kernels != "triton"):
         suggestion = one_launch_suggestion(config, is_emulated)
-    elif config.precision.fp8_param_gather:
-        return [
-            "--fp8-param-gather: the weights of experts in one launch stay in BF16 and are gathered so, with the same "
-            "results; --moe-expert-kernels te stores them in FP8 and runs experts one by one"
-        ]
     else:
-        return list(exchange_warnings(config))
+        return list(one_launch_warnings(config))
     measured = (
         "in FP8, an H200 took 16 times as long for a step with 128 experts, 1.2 times with 8"
         if derived.used_recipes(config.precision)
@@ -232,6 +237,25 @@ def expert_launch_warnings(config: RunConfig, target_kind: str, implementation: 
     )
     num_experts = mixture.experts_per_rank(config)
     return [f"the {num_experts} experts of a GPU run one by one, not in one launch ({measured}): {suggestion}"]
+
+
+def one_launch_warnings(config: RunConfig) -> Iterator[str]:
+    """What experts in one launch cost with some settings."""
+    if config.precision.fp8_param_gather:
+        yield (
+            "--fp8-param-gather: the weights of experts in one launch stay in BF16 and are gathered so, with the same "
+            "results; --moe-expert-kernels te stores them in FP8 and runs experts one by one"
+        )
+    names = {name for choice in expert_choices(config) for name in choice.recipes}
+    blocked = [name for name in names if registry.get(name).block_length]
+    size = mixture.moe_ffn_hidden_size(config.model) * (config.model.hidden_size or 0)
+    if blocked and mixture.experts_per_rank(config) <= FEW_EXPERTS and size >= LARGE_EXPERT:
+        yield (
+            f"{blocked[0]}, whose blocks have scales, with experts in one launch: with 8 large experts a step took an "
+            "H200 1.06 times as long as in megatron-core, which runs them one by one, and with 4 on each of two 1.09 "
+            "times: --moe-expert-kernels te does so; a recipe with a scale for each tensor took 0.8 times as long"
+        )
+    yield from exchange_warnings(config)
 
 
 def exchange_warnings(config: RunConfig) -> Iterator[str]:
@@ -243,9 +267,9 @@ def exchange_warnings(config: RunConfig) -> Iterator[str]:
     fix = f"peer does not support {problem}" if problem else "auto takes peer where GPUs reach each other's memory"
     yield (
         f"--moe-token-dispatcher-type {dispatcher}: the host waits for the numbers of tokens once a layer, and no step "
-        "is a CUDA graph. With alltoall and 64 small experts on each of two H200s FP8 was 1.00 to 0.96 times as fast "
-        "as BF16 with a scale for each tensor and 0.95 times with scales of blocks (with peer 1.19 and 1.04), with 4 "
-        f"large experts 1.34 and 1.06: {fix}"
+        "is a CUDA graph. On two H200s FP8 was 0.96 to 1.08 times as fast as BF16 with 64 small experts on each and a "
+        "scale for each tensor, and 0.95 to 1.00 times with scales of blocks (with peer 1.19 and 1.04), 1.05 to 1.15 "
+        f"and 0.92 to 0.95 times with 8 small experts, 1.34 and 1.06 times with 4 large ones: {fix}"
     )
 
 

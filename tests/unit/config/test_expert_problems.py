@@ -58,7 +58,7 @@ FORMAT = "with --fp8-format e4m3 all of them run in one launch"
         (HYBRID, "transformer_engine", None),
         ("--fp8-format e5m2", "transformer_engine", FORMAT),
         ("--fp8-format e5m2 --moe-expert-kernels te", "transformer_engine", FORMAT),
-        (BLOCKWISE, "transformer_engine", None),
+        (f"{BLOCKWISE} --moe-ffn-hidden-size 1024", "transformer_engine", None),
         (MXFP8, "transformer_engine", "with --fp8-recipe tensorwise all of them run in one launch"),
         (f"{DELAYED} --moe-expert-kernels te", "transformer_engine", "without --moe-expert-kernels te all of them run"),
         (
@@ -102,6 +102,22 @@ def test_a_run_in_fp8_says_what_a_collective_costs(extra: str, fix: Optional[str
     config = flags.parse(f"--model-preset mixtral-8x7b --bf16 {extra}".split()).config
     found = expert_launch_warnings(config, "cuda", LAYER_BACKENDS["transformer_engine"])
     assert [fix in warning for warning in found] == [True] * (fix is not None)
+
+
+@pytest.mark.parametrize(
+    ("extra", "is_slower"),
+    [
+        (BLOCKWISE, True),
+        (f"{BLOCKWISE} --num-experts 16", False),
+        (f"{BLOCKWISE} --moe-ffn-hidden-size 1024", False),
+        (f"{BLOCKWISE} --num-experts 16 {EP2}", True),
+        (HYBRID, False),
+    ],
+)
+def test_few_experts_say_that_scales_of_blocks_are_slower_in_one_launch(extra: str, is_slower: bool) -> None:
+    config = flags.parse(f"--model-preset mixtral-8x7b --bf16 {extra}".split()).config
+    found = expert_launch_warnings(config, "cuda", LAYER_BACKENDS["transformer_engine"])
+    assert any("--moe-expert-kernels te does so" in warning for warning in found) == is_slower
 
 
 def test_the_suggestion_may_be_several_flags() -> None:
