@@ -265,6 +265,19 @@ MEASUREMENTS: tuple[Measurement, ...] = (
             ("M2", "delayed", 1478, 77.5), ("M3", "blockwise", 741, 41.0),
         )
     ),
+    # Collectives, 2026-11-30.
+    *(
+        _ours(shape, recipe, HELD_OUT, f"{EP2} 32 --moe-token-dispatcher-type {dispatcher}", f"EP 2, {dispatcher}",
+              num_gpus=2, step_ms=step_ms, peak_gib=peak)
+        for dispatcher, shape, recipe, step_ms, peak in (
+            ("alltoall", "M1", "bf16", 709, 50.4), ("alltoall", "M1", "delayed", 736, 52.2),
+            ("alltoall", "M2", "bf16", 2543, 68.9), ("alltoall", "M2", "tensorwise", 2377, 62.3),
+            ("alltoall", "M3", "bf16", 837, 36.9), ("alltoall", "M3", "blockwise", 791, 39.2),
+            ("allgather", "M1", "bf16", 664, 50.5), ("allgather", "M1", "delayed", 614, 52.0),
+            ("allgather", "M2", "bf16", 2337, 69.0), ("allgather", "M2", "tensorwise", 2036, 62.2),
+            ("allgather", "M3", "bf16", 834, 37.0), ("allgather", "M3", "blockwise", 796, 39.3),
+        )
+    ),
     # An earlier version, whose router's GEMM did not run on tensor cores; twice the tokens.
     _ours("M1", "bf16", HELD_OUT, f"{EP2} 64", "EP 2, all-to-all", num_gpus=2, step_ms=1449, peak_gib=50.9),
     # Emulated layers: their memory only, the planner does not time them.
