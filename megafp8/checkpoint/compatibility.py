@@ -22,7 +22,7 @@ from megafp8.checkpoint.manifest import summarize
 from megafp8.checkpoint.metadata import embedding_rows, load_common_state, read_config
 from megafp8.config import derived, dimensions, precision_map, settings
 from megafp8.config.iterations import global_batch_size
-from megafp8.config.muon import has_flat_shards
+from megafp8.config.optimizers import has_flat_shards
 from megafp8.config.schema import PrecisionConfig, RunConfig
 from megafp8.config.schema.setting import Role
 from megafp8.config.topology import model_parallel_size

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megafp8.config import derived
-from megafp8.config.muon import has_flat_shards
+from megafp8.config.optimizers import has_flat_shards
 from megafp8.config.schema import RunConfig
 
 SHARDED, COMPLETE = "optimizer.state.param.", "optimizer.state.fp32_param."

@@ -28,10 +28,8 @@ from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from megafp8.optimizer.muon import Muon
-
 # ---------------------------------------------------------------------------------------------------------------------
-# State of --optimizer muon in a checkpoint: master weights, momentum and Adam's moments, by the names of the weights
+# State of an optimizer of matrices in a checkpoint: master weights and moments, by the names of the weights
 # The names are those of megatron-core's optimizers without flat shards. A rank saves and loads complete tensors of its
 # model-parallel shard: of all its weights, or with --use-distributed-optimizer of those that it owns. Checkpoints of
 # both are the same, so either loads the other's, in any layout.
@@ -39,12 +37,7 @@ from megafp8.optimizer.muon import Muon
 MASTER = "fp32_param"
 
 
-def is_of_muon(part: Any) -> bool:
-    """Whether one of megatron-core's optimizers updates matrices with Muon."""
-    return isinstance(part.optimizer, Muon)
-
-
-def sharded_muon_state(part: Any, model: dict[str, Any], is_only_owner: bool) -> dict[str, Any]:
+def sharded_state_by_weight(part: Any, model: dict[str, Any], is_only_owner: bool) -> dict[str, Any]:
     """Return the sharded state of one optimizer, to save or to load it.
 
     Args:
@@ -54,7 +47,7 @@ def sharded_muon_state(part: Any, model: dict[str, Any], is_only_owner: bool) ->
     part.optimizer.initialize()
     sharded = leaf_by_weight(model)
     tensors: dict[str, dict[str, Any]] = {}
-    for weight, values in muon_tensors(part):
+    for weight, values in state_by_weight(part):
         leaf = sharded[weight]
         # The last entry numbers copies, of which 0 is saved.
         if is_only_owner:
@@ -83,7 +76,7 @@ def leaf_name(index: int) -> str:
     return f"weight {index}"
 
 
-def muon_tensors(part: Any) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+def state_by_weight(part: Any) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
     """Yield the weights that an optimizer updates, with their state by name."""
     masters = [master for group in getattr(part, "fp32_from_float16_groups", ()) for master in group]
     weights = [weight for group in getattr(part, "float16_groups", ()) for weight in group]
@@ -96,9 +89,9 @@ def muon_tensors(part: Any) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
 
 
 @torch.no_grad()
-def load_muon_state(part: Any, state: dict[str, Any]) -> None:
-    """Load what was read into `sharded_muon_state`, with the parameter groups of the saved state."""
-    for index, (_, values) in enumerate(muon_tensors(part)):
+def load_state_by_weight(part: Any, state: dict[str, Any]) -> None:
+    """Load what was read into `sharded_state_by_weight`, with the parameter groups of the saved state."""
+    for index, (_, values) in enumerate(state_by_weight(part)):
         for name, value in values.items():
             value.copy_(state["tensors"][leaf_name(index)][name])
     for group, saved in zip(part.optimizer.param_groups, state["optimizer"]["param_groups"], strict=True):

@@ -33,17 +33,19 @@ from torch import Tensor
 from megafp8.checkpoint import optimizer_exchange
 from megafp8.checkpoint import optimizer_state as optimizer_parts
 from megafp8.checkpoint.progress import TrainingState
+from megafp8.config.optimizers import IS_MATRIX
 from megafp8.device.collective_errors import call_on_all_ranks
 from megafp8.mcore.patches import groups_matched_without_rates, rows_found_by_identity
 from megafp8.mcore.process_groups import gather_weights
+from megafp8.optimizer.build import has_state_by_weight
 from megafp8.optimizer.data_parallel import runtime_of
 from megafp8.optimizer.layer_wise import LayerWiseOptimizer
 from megafp8.quantization.fp8_parameter import QuantizedParameter
 
 # Settings of a parameter group that flags set; GROUP_RATES belong to the learning-rate schedule.
-GROUP_SETTINGS = ("betas", "eps", "momentum", "is_muon")
+GROUP_SETTINGS = ("betas", "eps", "momentum", IS_MATRIX)
 GROUP_RATES = ("max_lr", "min_lr")
-GROUP_IDENTITY = (("wd_mult", 1.0), ("lr_mult", 1.0), ("is_decoupled_lr", False), ("is_muon", False))
+GROUP_IDENTITY = (("wd_mult", 1.0), ("lr_mult", 1.0), ("is_decoupled_lr", False), (IS_MATRIX, False))
 EMBEDDING, OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
@@ -84,10 +86,10 @@ def optimizer_state(training_state: TrainingState, model: dict[str, Any], is_loa
     Before the first step the moments are zero.
     """
     parts = chained_optimizers(training_state.optimizer)
-    if optimizer_parts.is_of_muon(parts[0]):
+    if has_state_by_weight(parts[0]):
         # With the layer-wise optimizer no other data-parallel rank has a weight's momentum: this rank saves it.
         is_only_owner = isinstance(training_state.optimizer, LayerWiseOptimizer)
-        states = [optimizer_parts.sharded_muon_state(part, model, is_only_owner) for part in parts]
+        states = [optimizer_parts.sharded_state_by_weight(part, model, is_only_owner) for part in parts]
         return states[0] if len(parts) == 1 else dict(enumerate(states))
     is_distributed = isinstance(parts[0], DistributedOptimizer)
     for part in parts:
@@ -133,11 +135,11 @@ def load_optimizer_state(
         # A run with a fixed loss scale saves no scaler state. A dynamic loss scale then starts from its initial value.
         if "grad_scaler" in part_state and not part_state["grad_scaler"]:
             part_state["grad_scaler"] = part.grad_scaler.state_dict()
-        if not isinstance(part, DistributedOptimizer) and not optimizer_parts.is_of_muon(part):
+        if not isinstance(part, DistributedOptimizer) and not has_state_by_weight(part):
             runtime_of(training_state.chunks[0]).set_optimizer_rows(part, part_state)
-    if optimizer_parts.is_of_muon(parts[0]):
+    if has_state_by_weight(parts[0]):
         for part, part_state in zip(parts, states, strict=True):
-            optimizer_parts.load_muon_state(part, part_state)
+            optimizer_parts.load_state_by_weight(part, part_state)
     else:
         with groups_matched_without_rates():
             training_state.optimizer.load_state_dict(state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megafp8.config import derived, model_shapes
+from megafp8.config.optimizers import MOMENTS
 from megafp8.config.schema import RunConfig
 
 FILES_PER_RANK = 2
@@ -20,7 +21,7 @@ def min_checkpoint_bytes(config: RunConfig, padded_vocab: int) -> int:
     is_fp32 = derived.params_dtype(config.precision) == "fp32"
     bytes_per_parameter = 4 if is_fp32 else 2
     if not config.checkpoint.no_save_optim:
-        bytes_per_parameter += {"adam": 8, "muon": 4}.get(settings.optimizer, 0)
+        bytes_per_parameter += 4 * MOMENTS.get(settings.optimizer, 0)
         bytes_per_parameter += 0 if is_fp32 else 4
     bytes_per_parameter += derived.ema_bytes(settings)
     return bytes_per_parameter * model_shapes.count_parameters(config.model, padded_vocab).total

@@ -1,4 +1,4 @@
-"""Whether a run has what other settings need, as the declaration of a setting names it: `--optimizer muon`."""
+"""Whether a run has what other settings need, as the declaration of a setting names it: `--num-experts`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from types import MappingProxyType
 
 from megafp8.config import derived
 from megafp8.config.expert_layers import is_mixture
-from megafp8.config.muon import is_muon
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import Setting, settings_by_flag, value_of
 
@@ -21,7 +20,6 @@ _FEATURES: Mapping[str, Callable[[RunConfig], bool]] = MappingProxyType(
         "--eval-iters": lambda config: config.training.eval_iters > 0,
         "--max-skipped-steps": lambda config: config.training.max_skipped_steps > 0,
         "--num-experts": lambda config: is_mixture(config.model),
-        "--optimizer muon": is_muon,
         "--pipeline-model-parallel-size": lambda config: config.parallel.pipeline_model_parallel_size > 1,
         "--position-embedding-type rope": lambda config: config.model.position_embedding_type in ("rope", "yarn"),
         "--recompute-granularity full": lambda config: derived.recompute_granularity(config.training) == "full",

@@ -22,8 +22,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megafp8.config import attention_layers, derived, dimensions, mixture
 from megafp8.config.activations import is_gated, is_plain_swiglu
 from megafp8.config.layer_backends import LayerBackend
-from megafp8.config.muon import has_flat_shards, is_muon
 from megafp8.config.mup import without_mup
+from megafp8.config.optimizers import has_flat_shards, updates_matrices
 from megafp8.config.schema import ModelConfig, ParallelConfig, RunConfig
 from megafp8.config.stages import virtual_pipeline_size
 from megafp8.errors import ConfigError
@@ -458,8 +458,8 @@ def build_optimizer_config(config: RunConfig, implementation: LayerBackend) -> O
     # With a recipe but no FP8 weights, it would keep FP32 master weights where 16-bit remainders suffice.
     has_fp8_weights = implementation.is_quantized_by_megatron and precision.fp8_param_gather
     fields = {
-        # `optimizer.build_muon` replaces the torch optimizer inside.
-        "optimizer": "adam" if is_muon(config) else optimizer.optimizer,
+        # `optimizer.build` replaces the torch optimizer inside.
+        "optimizer": "adam" if updates_matrices(config) else optimizer.optimizer,
         "lr": optimizer.lr,
         "min_lr": optimizer.min_lr,
         "decoupled_lr": optimizer.decoupled_lr,

@@ -19,7 +19,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 
 from megafp8.config import megatron_flags
-from megafp8.config.muon import has_flat_shards
+from megafp8.config.optimizers import has_flat_shards
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import all_settings
 from megafp8.errors import ConfigError

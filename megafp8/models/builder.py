@@ -9,7 +9,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
@@ -18,7 +18,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megafp8.config import multi_token
 from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.mixture import has_expert_ranks
-from megafp8.config.muon import is_muon
 from megafp8.config.mup import without_mup
 from megafp8.config.schema import RunConfig
 from megafp8.config.stages import virtual_pipeline_size
@@ -33,9 +32,8 @@ from megafp8.models.initialization import initialize_parameters
 from megafp8.models.layer_runtime import layer_runtime
 from megafp8.models.layer_specs import chunk_layers
 from megafp8.models.saved_activations import pack_saved_activations
-from megafp8.optimizer.build_muon import build_muon
+from megafp8.optimizer.build import build
 from megafp8.optimizer.data_parallel import DDP, runtime_of
-from megafp8.optimizer.parameter_groups import mup_overrides
 from megafp8.quantization.fp8_parameter import quantize_assigned_weights
 
 
@@ -160,10 +158,7 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """Build the optimizer, and set the functions that megatron-core's pipeline schedules call."""
     core_config = build_optimizer_config(config, implementation)
-    if is_muon(config):
-        optimizer = build_muon(config, core_config, chunks)
-    else:
-        optimizer = get_megatron_optimizer(core_config, chunks, config_overrides=mup_overrides(config, core_config))
+    optimizer = build(config, core_config, chunks)
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     gather_weights_once(parts)
     runtime_of(chunks[0]).finish_optimizers(parts)

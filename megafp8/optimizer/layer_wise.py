@@ -1,4 +1,4 @@
-"""Muon with --use-distributed-optimizer: each data-parallel rank updates complete weights of its own.
+"""Updates of matrices with --use-distributed-optimizer: each data-parallel rank updates complete weights of its own.
 
 The state of megatron-core's distributed optimizer is cut into flat ranges, but Newton-Schulz needs complete matrices.
 So every weight has one owner among the ranks that hold copies of it. Only the owner has its FP32 master weight and its
@@ -11,7 +11,7 @@ make the same scales. Codes are broadcast.
 
 This is the distribution of Megatron-LM's layer-wise optimizer with --no-use-layer-wise-param-layout, up to the choice
 of the owners. Its default layout gives the same weights, with a reduce-scatter in place of the all-reduce and flat
-ranges for the weights that are not Muon's.
+ranges for the weights that are no matrices.
 """
 
 from __future__ import annotations

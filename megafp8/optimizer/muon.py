@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megafp8.config.muon import Polynomial, polynomials
+from megafp8.config.optimizers import IS_MATRIX, Polynomial, polynomials
 from megafp8.config.schema import OptimizerConfig
 from megafp8.kernels.cpu_matmul import multiplied
 from megafp8.mcore.cpu_adam import Adam
@@ -142,8 +142,6 @@ def product_precision(precision: str) -> Iterator[None]:
 MOMENTUM = "momentum_buffer"
 SHARED_MODES = ("duplicated", "distributed")
 """Values of --muon-tp-mode with which shards are orthogonalized as one matrix."""
-IS_MUON = "is_muon"
-"""Key of a parameter group: whether Muon updates it."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +208,7 @@ class Muon(Adam):
             # Also without parameters: a rank that saves the group's settings may have none of them.
             group["step"] = group.get("step", 0) + 1
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if not group.get(IS_MUON):
+            if not group.get(IS_MATRIX):
                 self.step_group(group, parameters)
                 continue
             for parameter in parameters:
@@ -233,7 +231,7 @@ class Muon(Adam):
     def initialize(self) -> None:
         """Give parameters that were not updated yet their initial state, which is zero."""
         for group in self.param_groups:
-            names = (MOMENTUM,) if group.get(IS_MUON) else ("exp_avg", "exp_avg_sq")
+            names = (MOMENTUM,) if group.get(IS_MATRIX) else ("exp_avg", "exp_avg_sq")
             for parameter in group["params"]:
                 for name in names:
                     self.state[parameter].setdefault(name, torch.zeros_like(parameter))

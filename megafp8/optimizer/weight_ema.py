@@ -9,7 +9,7 @@ the mean is exponential. Without this start, the mean of a short run would be mo
 an update of the weights makes none of the mean.
 
 Each rank has the means of those elements that it updates, in FP32 or BF16: the distributed optimizer's flat ranges,
-rows of weights, Muon's own weights, or complete weights. `checkpoint/weight_ema.py` saves and loads them in any layout.
+rows of weights, own weights, or complete weights. `checkpoint/weight_ema.py` saves and loads them in any layout.
 
 BF16 reads and writes half the bytes. A remainder of 16 bits more would make it exact, but as large as FP32. So it is
 rounded at random: no update is lost, and the expectation of the mean is that of FP32. The noise of the mean has a

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from megafp8.config import derived, dimensions, iterations, latent_attention, mixture, topology
 from megafp8.config.model_shapes import count_parameters
-from megafp8.config.muon import has_flat_shards
+from megafp8.config.optimizers import has_flat_shards
 from megafp8.planning.compute import BF16_BYTES, bytes_per_element
 from megafp8.planning.planned_run import PlannedRun
 from megafp8.resources.memory import parameters_on_stage

@@ -34,7 +34,7 @@ from megafp8.errors import CapabilityError, ConfigError, DataError
 from megafp8.planning.fit import MemoryVerdict, fp8_warnings, memory_verdict
 from megafp8.planning.host_memory import checkpoint_memory, host_memory_text
 from megafp8.planning.mixture_time import exchanged_bytes
-from megafp8.planning.muon_cost import muon_lines
+from megafp8.planning.newton_schulz import newton_schulz_lines
 from megafp8.planning.planned_run import PlannedRun, attention_lines, documents_of
 from megafp8.planning.step_time import step_time
 from megafp8.resources import micro_batch
@@ -156,7 +156,7 @@ def describe_run(validated: ValidatedRun) -> DryRun:
         *automatic,
         size_text(config, vocab_size, world_size, documents),
         *mixture_text(config, world_size),
-        *muon_lines(config, world_size),
+        *newton_schulz_lines(config, world_size),
         memory_text(config, vocab_size, world_size, implementation, target, saved),
         speed_text(config, target, implementation, vocab_size, world_size, documents.length) if fits else NO_SPEED,
         data_text(config, documents),

@@ -15,7 +15,7 @@ from typing import Optional
 from megafp8.config import derived, dimensions
 from megafp8.config.activations import is_gated
 from megafp8.config.checkpoint_size import FILES_PER_RANK, MAX_LAG_BYTES
-from megafp8.config.muon import is_muon
+from megafp8.config.optimizers import updates_matrices
 from megafp8.config.schema import RunConfig
 from megafp8.resources.memory import MemoryEstimate, updated_parameters
 from megafp8.resources.micro_batch import gib
@@ -48,9 +48,9 @@ def checkpoint_memory(
     state_bytes = STATE_BYTES * updated_parameters(config, world_size, estimate.parameters, experts)
     if config.checkpoint.no_save_optim:
         state_bytes = 0
-    elif is_muon(config):
+    elif updates_matrices(config):
         state_bytes = estimate.optimizer_bytes
-    if config.checkpoint.no_save_optim or not is_muon(config):  # the estimate has the moving average
+    if config.checkpoint.no_save_optim or not updates_matrices(config):  # the estimate has the moving average
         updated = updated_parameters(config, world_size, estimate.parameters, experts)
         state_bytes += derived.ema_bytes(config.optimizer) * updated
     copied_bytes = state_bytes if config.optimizer.use_precision_aware_optimizer else 0

@@ -23,10 +23,10 @@ from typing import Optional
 
 from megafp8.config import derived, dimensions, iterations, mixture, model_shapes, multi_token, precision_map, stages
 from megafp8.config.fused_adam import fused_adam_problem
-from megafp8.config.muon import is_muon
+from megafp8.config.optimizers import updates_matrices
 from megafp8.planning import communication, compute
 from megafp8.planning.mixture_time import exchanged_bytes, experts_time, is_one_launch
-from megafp8.planning.muon_cost import newton_schulz_s
+from megafp8.planning.newton_schulz import newton_schulz_s
 from megafp8.planning.planned_run import PlannedRun
 from megafp8.recipes import registry
 from megafp8.resources.memory import parameters_on_stage
@@ -50,7 +50,7 @@ from megafp8.resources.recipe_shares import (
 
 
 def optimizer_s(run: PlannedRun, stage: int) -> float:
-    """Seconds of the optimizer's kernels on gradients, master weights and moments, and of Newton-Schulz in Muon."""
+    """Seconds of the optimizer's kernels on gradients, master weights and moments, and of Newton-Schulz."""
     parameters = sum(parameters_on_stage(run.config, run.padded_vocab, stage))
     parallel = run.config.parallel
     experts = expert_parameters_on_stage(run.config, stage)
@@ -60,7 +60,7 @@ def optimizer_s(run: PlannedRun, stage: int) -> float:
         on_shard += experts / (communication.expert_data_group(run).size if parallel.shards_optimizer else 1)
     full_bytes, shard_bytes = optimizer_bytes_per_parameter(run)
     moved_bytes = full_bytes * parameters / (num_shards if parallel.shards_weights else 1) + shard_bytes * on_shard
-    orthogonalization_s = newton_schulz_s(run, stage, num_shards) if is_muon(run.config) else 0.0
+    orthogonalization_s = newton_schulz_s(run, stage, num_shards) if updates_matrices(run.config) else 0.0
     return moved_bytes / (run.gpu.hbm_bytes_per_s * run.calibration.optimizer_fraction) + orthogonalization_s
 
 

@@ -40,7 +40,7 @@ from megafp8.config.fused_adam import fused_adam_problem
 from megafp8.config.grouped_experts import grouped_expert_problems, peer_problems
 from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.mixture import PEER, token_dispatcher
-from megafp8.config.muon import has_flat_shards
+from megafp8.config.optimizers import has_flat_shards
 from megafp8.config.rules.cuda_graph import default_graph_problems, evaluation_graph_problems
 from megafp8.config.schema import RunConfig
 from megafp8.config.schema.setting import Role

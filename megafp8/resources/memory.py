@@ -4,8 +4,8 @@
     FP8 copies    Q x (2 bytes with Transformer Engine: codes and transposed codes; emulated 1, MXFP8 2); FP4: half.
                   With --fp8-param-gather they replace the weights
     gradients     P x (4 bytes, 2 with a low-precision reduction)
-    optimizer     P x (4 master weights + 4 + 4 moments), divided by data- x context-parallel size if sharded. Muon has
-                  one moment for the matrices of the layers. --ema-decay: P x 4 more, or 2 in BF16
+    optimizer     P x (4 master weights + 4 + 4 moments), divided by data- x context-parallel size if sharded. An
+                  optimizer of matrices has one moment for those. --ema-decay: P x 4 more, or 2 in BF16
     activations   microbatches in flight x layers x bytes per layer
     logits        tokens x vocabulary / tensor-parallel size x (format + 4 + format), on the last stage
     buffers       gradients of the layer that runs backward, on stages without logits; or FP32 copies of the state
@@ -46,7 +46,7 @@ from megafp8.config import (
 )
 from megafp8.config.activations import is_gated
 from megafp8.config.layer_backends import TRANSFORMER_ENGINE, LayerBackend
-from megafp8.config.muon import is_layer_wise, is_muon
+from megafp8.config.optimizers import is_layer_wise, updates_matrices
 from megafp8.config.saved_activations import ACTIVATION, NORM, PACKED_BYTES
 from megafp8.config.schema import ModelConfig, PrecisionConfig, RunConfig
 from megafp8.config.sharding import ERROR_BYTES, num_shards, shard
@@ -350,28 +350,29 @@ def _optimizer_bytes(config: RunConfig, world_size: int, padded_vocab: int, stag
     """Bytes of master weights, moments, their moving average, and FP32 gradients converted from low-precision ones.
 
     Args:
-        updated: parameters whose state the rank has; not for Muon, which splits them in another way.
+        updated: parameters whose state the rank has; not for an optimizer of complete matrices.
     """
     master, moments, gradients = mixture_memory.state_bytes(config)
     master += derived.ema_bytes(config.optimizer)  # one element for each of a master weight, on the same ranks
-    if is_muon(config):
+    if updates_matrices(config):
         quantizable, other = parameters_on_stage(config, padded_vocab, stage)
         has_table = stage == 0 or _is_last(config, stage)
         channels = padded_vocab if has_table else dimensions.ffn_hidden_size(config.model)
         assert config.model.hidden_size is not None
         largest = channels * config.model.hidden_size // config.parallel.tensor_model_parallel_size
-        return muon_state_bytes(
+        return matrix_state_bytes(
             config, world_size, matrices=quantizable, others=other, experts=expert_parameters_on_stage(config, stage),
             largest=largest, itemsize=master + gradients,
         )  # fmt: skip
     return updated * (master + moments + gradients)
 
 
-def muon_state_bytes(
+def matrix_state_bytes(
     config: RunConfig, world_size: int, *, matrices: int, others: int, experts: int, largest: int, itemsize: int
 ) -> int:
-    """Bytes of Muon's state on the rank that has most of it: one FP32 moment for a matrix of the layers, where Adam has
-    two.
+    """Bytes of the state of an optimizer of matrices on the rank that has most of it.
+
+    It has one FP32 moment for a matrix of the layers, where Adam has two.
 
     Args:
         matrices: elements of the matrices of the layers on the rank, with those of experts.

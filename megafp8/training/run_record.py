@@ -15,7 +15,7 @@ import torch
 import megafp8
 from megafp8.config import derived, model_shapes, precision_map, settings
 from megafp8.config.layer_backends import LayerBackend
-from megafp8.config.muon import is_muon
+from megafp8.config.optimizers import updates_matrices
 from megafp8.config.precision_map import OUTPUT_LAYER
 from megafp8.config.schema import PrecisionConfig, RunConfig
 from megafp8.config.stages import virtual_pipeline_size
@@ -139,8 +139,8 @@ def describe_update(run: Run) -> dict[str, str]:
     found = {}
     on_cuda = run.platform.kind == "cuda"
     optimizer = run.training_state.optimizer
-    if on_cuda and is_muon(run.config):
-        found["optimizer"] = "Muon and AdamW, not in one pass"
+    if on_cuda and updates_matrices(run.config):
+        found["optimizer"] = f"{run.config.optimizer.optimizer.capitalize()} and AdamW, not in one pass"
     elif on_cuda:
         problem = fused_adam.problem(run.config, on_cuda)
         found["optimizer"] = "one pass" if problem is None else f"megatron-core's optimizer ({problem})"

@@ -21,7 +21,7 @@ from megafp8.checkpoint.progress import Progress, TrainingState
 from megafp8.config import derived, multi_token
 from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.mixture import PEER, is_mixture, token_dispatcher
-from megafp8.config.muon import is_layer_wise
+from megafp8.config.optimizers import is_layer_wise
 from megafp8.config.schema import RunConfig
 from megafp8.models.attention_logits import LargestLogits
 from megafp8.models.graph_room import GraphRoom

@@ -20,7 +20,7 @@ from small_run import (
 )
 
 from megafp8.checkpoint.progress import Progress
-from megafp8.config.muon import polynomials
+from megafp8.config.optimizers import polynomials
 from megafp8.config.schema import RunConfig
 from megafp8.optimizer.layer_wise import LayerWiseOptimizer
 from megafp8.optimizer.schedules import current_learning_rate, current_loss_scale

@@ -20,7 +20,7 @@ from megafp8.checkpoint.convert.safetensors_files import write_json
 from megafp8.checkpoint.metadata import OPTIMIZER_PREFIX, is_extra_state, load_errors
 from megafp8.checkpoint.standalone import CheckpointParts, CheckpointTensors, LazyTensor, save_parts
 from megafp8.checkpoint.state_dict import EMBEDDING, content_metadata
-from megafp8.config.muon import is_muon
+from megafp8.config.optimizers import updates_matrices
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import to_json, with_values
 from megafp8.errors import CheckpointError
@@ -171,10 +171,10 @@ def optimizer_parts(
     Raises:
         CheckpointError: the layout of the state is not supported.
     """
-    if is_muon(config):
+    if updates_matrices(config):
         raise CheckpointError(
-            f"{source.path} has the state of Megatron-LM's Muon, in parts that depend on its layout: "
-            "import the weights only (--no-load-optim)"
+            f"{source.path} has the state of --optimizer {config.optimizer.optimizer}, in parts that depend on its "
+            "layout: import the weights only (--no-load-optim)"
         )
     state = source.common["optimizer"]
     kind = state.get("param_state_sharding_type") if isinstance(state, dict) else None

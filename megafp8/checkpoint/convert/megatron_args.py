@@ -20,6 +20,7 @@ import torch
 
 from megafp8.config import attention_layers, dimensions, megatron_flags, stages
 from megafp8.config.schema import RunConfig
+from megafp8.config.schema.setting import DEPRECATED
 from megafp8.config.settings import Setting, all_settings, read_settings, settings_by_name, value_of
 from megafp8.errors import ConfigError
 from megafp8.mcore.overrides import DTYPES
@@ -50,7 +51,9 @@ SAME_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         # All but those that are not converted.
         "optimizer": tuple(
             setting.field for setting in all_settings()
-            if setting.section == "optimizer" and setting.field not in ("muon_scalar_optimizer", "one_pass_optimizer")
+            if setting.section == "optimizer"
+            and setting.audience is not DEPRECATED
+            and setting.field != "one_pass_optimizer"
         ),
         "precision": (
             "bf16", "fp16", "fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_wgrad",

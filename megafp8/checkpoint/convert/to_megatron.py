@@ -26,7 +26,7 @@ from megafp8.checkpoint.resume_point import find_source
 from megafp8.checkpoint.standalone import CheckpointParts, CheckpointTensors, write_files
 from megafp8.checkpoint.state_dict import EMBEDDING, content_metadata
 from megafp8.config import derived
-from megafp8.config.muon import is_muon
+from megafp8.config.optimizers import updates_matrices
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import from_json
 from megafp8.errors import CheckpointError
@@ -88,10 +88,10 @@ def plan_megatron_export(source: Path, step: Optional[int], with_optimizer: bool
     if problems := unexpressed_settings(config):
         raise CheckpointError(f"{path} cannot be expressed as a model of Megatron-LM:\n{format_problems(problems)}")
     with_optimizer = with_optimizer and "optimizer" in saved
-    if with_optimizer and is_muon(config):
+    if with_optimizer and updates_matrices(config):
         raise CheckpointError(
-            f"{path} has the state of --optimizer muon, which Megatron-LM saves in parts that depend on the layout: "
-            "export the weights only (--no-load-optim)"
+            f"{path} has the state of --optimizer {config.optimizer.optimizer}, which Megatron-LM saves in parts that "
+            "depend on the layout: export the weights only (--no-load-optim)"
         )
     quantizers = [name for name in tensors.locations if is_extra_state(name)]
     sources = {

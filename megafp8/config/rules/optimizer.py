@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from types import MappingProxyType
 from typing import Optional
 
-from megafp8.config import derived, iterations, lr_schedule
+from megafp8.config import derived, iterations, lr_schedule, sharding
 from megafp8.config.features import VALUE, given_flags
-from megafp8.config.muon import is_muon, steps_problem
 from megafp8.config.mup import width_multiplier
+from megafp8.config.optimizers import MOMENTS, steps_problem, updates_matrices
 from megafp8.config.rules.base import all_positive, batch_size, flags_without_effect, not_supported
 from megafp8.config.schema import RunConfig
 
@@ -105,7 +105,7 @@ def weight_decay_has_its_ends(config: RunConfig, world_size: int) -> Iterator[st
 def fixed_loss_scale_has_a_scaler(config: RunConfig, world_size: int) -> Iterator[str]:
     """megatron-core's FP32 optimizer without flat shards ignores the loss scale."""
     loss_scale, dtype = config.optimizer.loss_scale, derived.params_dtype(config.precision)
-    has_fp32_optimizer = config.parallel.use_distributed_optimizer is False or is_muon(config)
+    has_fp32_optimizer = config.parallel.use_distributed_optimizer is False or updates_matrices(config)
     if loss_scale is not None and dtype == "fp32" and has_fp32_optimizer:
         yield (
             f"--loss-scale {loss_scale:g} has no effect on megatron-core's FP32 optimizer: give "
@@ -126,22 +126,23 @@ def dynamic_loss_scale_can_move(config: RunConfig, world_size: int) -> Iterator[
 
 
 def sharded_state_has_a_layout(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The state of Adam and Muon can be sharded and saved, that of SGD cannot."""
+    """The moments of Adam and Muon can be sharded and saved, the state of SGD cannot."""
     name = config.optimizer.optimizer
-    if config.parallel.use_distributed_optimizer and name not in ("adam", "muon"):
+    if config.parallel.use_distributed_optimizer and name not in MOMENTS:
         yield f"--use-distributed-optimizer supports only --optimizer adam and muon, not {name}: remove one of them"
 
 
 MUON_EXCLUDES = MappingProxyType(
     {
         "--overlap-param-gather": "updated weights are sent by their owners and not gathered in buckets",
+        sharding.FLAG: "ranks have rows of a matrix, and Muon needs all of it",
     }
 )
 
 
 def muon_has_complete_matrices(config: RunConfig, world_size: int) -> Iterator[str]:
     """Settings that cut matrices, or that keep no FP32 weights to which Muon could add its update."""
-    if is_muon(config):
+    if updates_matrices(config):
         yield from not_supported(config, "--optimizer muon", MUON_EXCLUDES)
 
 
@@ -168,7 +169,7 @@ def mup_has_its_scaling(config: RunConfig, world_size: int) -> Iterator[str]:
 def newton_schulz_steps_fit(config: RunConfig, world_size: int) -> Iterator[str]:
     """A set of coefficients has a polynomial for each step."""
     problem = steps_problem(config.optimizer)
-    if is_muon(config) and problem is not None:
+    if updates_matrices(config) and problem is not None:
         yield problem
 
 

@@ -35,7 +35,6 @@ EXCLUDED = MappingProxyType(
 EXCLUDED_BY = MappingProxyType(
     {
         "--qk-clip": "ranks have rows of a weight, and which rows is not tracked",
-        "--optimizer muon": "ranks have rows of a matrix, and Muon needs all of it",
     }
 )
 REPLACED_FOR = MappingProxyType(

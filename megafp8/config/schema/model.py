@@ -399,7 +399,7 @@ class ParallelConfig(MixtureParallelConfig):
         audience=COMMON,
     )
     use_distributed_optimizer: Optional[bool] = setting(
-        None, "shard optimizer state over data-parallel ranks, of --optimizer muon by complete weights",
+        None, "shard optimizer state over data-parallel ranks, by complete weights where the optimizer needs them",
         flags=("--use-distributed-optimizer",), off=("--no-use-distributed-optimizer",),
         role=Role.MEMORY | Role.AUTOMATIC, unset="on with --optimizer adam on GPUs", megatron="off by default",
     )

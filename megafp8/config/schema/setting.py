@@ -125,7 +125,7 @@ def setting(
         maximum: limit of an integer, checked on parsing so that later arithmetic is safe.
         path: the value is a path or a path prefix, and is checked with `path_problem`.
         range: the values of a number; of each number with `many`. `AUTO` is none of them.
-        needs: flags without which the setting has no effect, for example `--optimizer muon`; said as a warning, because
+        needs: flags without which the setting has no effect, for example `--num-experts`; said as a warning, because
             Megatron-LM's scripts give one set of flags to many runs. See `config/features.py`.
         requires: as `needs`, but the run is refused: where the user most likely expects another model, precision or
             starting point than the run would have, and where only megafp8 has the setting.

@@ -7,7 +7,7 @@ import pytest
 from megafp8.config import rules
 from megafp8.config.flags import ParsedArgs, parse
 from megafp8.config.layer_backends import EMULATED
-from megafp8.config.muon import has_flat_shards, is_layer_wise, is_muon
+from megafp8.config.optimizers import has_flat_shards, is_layer_wise, updates_matrices
 from megafp8.config.rules import warnings
 
 COMMON = (
@@ -34,7 +34,7 @@ def test_flags_have_megatron_lms_meaning_and_defaults() -> None:
 def test_state_is_shared_by_complete_weights() -> None:
     alone, shared = parsed("--optimizer muon").config, parsed("--optimizer muon --use-distributed-optimizer").config
     adam = parsed("--use-distributed-optimizer").config
-    assert [is_muon(config) for config in (alone, shared, adam)] == [True, True, False]
+    assert [updates_matrices(config) for config in (alone, shared, adam)] == [True, True, False]
     assert [is_layer_wise(config) for config in (alone, shared, adam)] == [False, True, False]
     assert [has_flat_shards(config) for config in (alone, shared, adam)] == [False, False, True]
     assert rules.setting_problems(shared, 2) == []

@@ -15,7 +15,7 @@ from torch import Tensor
 
 interpreter.skip_without_kernels()
 
-from megafp8.config.muon import polynomials
+from megafp8.config.optimizers import polynomials
 from megafp8.config.schema import OptimizerConfig
 from megafp8.kernels import symmetric
 from megafp8.kernels.symmetric import multiply_by_transpose, pays

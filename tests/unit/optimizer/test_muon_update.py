@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.config.muon import polynomials
+from megafp8.config.optimizers import polynomials
 from megafp8.config.schema import OptimizerConfig
 from megafp8.optimizer import layer_wise
-from megafp8.optimizer.build_muon import is_matrix
+from megafp8.optimizer.build import is_matrix
 from megafp8.optimizer.layer_wise import Ownership, adopt_fp8_weights, move_to_buffers
-from megafp8.optimizer.muon import IS_MUON, Matrix, Muon, MuonSettings, newton_schulz, orthogonalize, shape_scale
+from megafp8.optimizer.muon import IS_MATRIX, Matrix, Muon, MuonSettings, newton_schulz, orthogonalize, shape_scale
 
 RATE, DECAY, STEPS = 0.02, 0.1, 4
 QKV = (4, 2, 2)
@@ -52,7 +52,7 @@ def test_updates_are_those_of_the_formulas(nesterov: bool, mode: str) -> None:
     parameter = torch.nn.Parameter(weight.clone())
     chosen = settings_of(muon_nesterov=nesterov, muon_momentum=0.95, muon_scale_mode=mode, muon_extra_scale_factor=0.2)
     optimizer = Muon(
-        [{"params": [parameter], "lr": RATE, "weight_decay": DECAY, IS_MUON: True}], {parameter: Matrix()}, chosen
+        [{"params": [parameter], "lr": RATE, "weight_decay": DECAY, IS_MATRIX: True}], {parameter: Matrix()}, chosen
     )
     for gradient in gradients:
         parameter.grad = gradient.clone()
@@ -74,7 +74,7 @@ def test_updates_are_torchs() -> None:
         muon_coefficient_type="simple", muon_momentum=0.95, muon_nesterov=True, muon_extra_scale_factor=0.2,
         muon_fp32_matmul_prec="medium",
     )  # fmt: skip
-    groups = [{"params": [ours], "lr": RATE, "weight_decay": DECAY, IS_MUON: True}]
+    groups = [{"params": [ours], "lr": RATE, "weight_decay": DECAY, IS_MATRIX: True}]
     optimizers = (
         Muon(groups, {ours: Matrix()}, chosen),
         torch.optim.Muon(
@@ -103,7 +103,7 @@ def test_updates_are_those_of_the_package_that_megatron_core_uses(nesterov: bool
         muon_coefficient_type=coefficients, muon_num_ns_steps=num_steps, muon_momentum=0.95, muon_nesterov=nesterov,
         muon_scale_mode=mode, muon_extra_scale_factor=0.2,
     )  # fmt: skip
-    groups = [{"params": [ours], "lr": RATE, "weight_decay": DECAY, IS_MUON: True}]
+    groups = [{"params": [ours], "lr": RATE, "weight_decay": DECAY, IS_MATRIX: True}]
     optimizers = (
         Muon(groups, {ours: Matrix()}, chosen),
         package.Muon(

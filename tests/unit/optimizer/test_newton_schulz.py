@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megafp8.config.muon import COEFFICIENTS, polynomials, steps_problem
+from megafp8.config.optimizers import COEFFICIENTS, polynomials, steps_problem
 from megafp8.config.schema import OptimizerConfig
 from megafp8.optimizer.muon import EPSILON, newton_schulz
 

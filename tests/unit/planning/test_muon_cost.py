@@ -13,7 +13,7 @@ from megafp8.config.model_shapes import PRESETS
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 from megafp8.planning.communication import data_parallel_traffic
-from megafp8.planning.muon_cost import matrices_on_rank, muon_lines, newton_schulz_flops
+from megafp8.planning.newton_schulz import matrices_on_rank, newton_schulz_flops, newton_schulz_lines
 from megafp8.planning.step_time import optimizer_s
 from megafp8.resources.memory import estimate_memory
 
@@ -38,11 +38,11 @@ def test_the_flops_of_a_layer_are_those_of_the_document() -> None:
     square, key, up, down = 30 * 4096**3, 5 * (4 * 1024**2 * 4096 + 2 * 1024**3), 1.0307921510e13, 5.497558139e12
     assert newton_schulz_flops(config, 0) == pytest.approx(32 * (2 * square + 2 * key + up + down), rel=1e-9)
     assert newton_schulz_flops(config, 0) / 32 == pytest.approx(20.1e12, rel=2e-3)
-    assert muon_lines(config, 4)[0].endswith(
+    assert newton_schulz_lines(config, 4)[0].endswith(
         "192 matrices on the first stage, 643.901 TFLOP of Newton-Schulz a step, on each rank"
     )
-    assert muon_lines(config_of(parallel__use_distributed_optimizer=True), 4)[0].endswith("divided by 4 ranks")
-    assert muon_lines(with_values(config, {"optimizer.optimizer": "adam"}), 4) == []
+    assert newton_schulz_lines(config_of(parallel__use_distributed_optimizer=True), 4)[0].endswith("divided by 4 ranks")
+    assert newton_schulz_lines(with_values(config, {"optimizer.optimizer": "adam"}), 4) == []
 
 
 def test_tensor_parallel_ranks_repeat_or_divide_the_work() -> None:

@@ -1,4 +1,4 @@
-"""Builds the optimizer of a run with --optimizer muon from megatron-core's optimizer for Adam.
+"""Builds the optimizer of a run: megatron-core's, or Muon from megatron-core's optimizer for Adam.
 
 megatron-core builds its own Muon only with the package emerging_optimizers. Here it builds its optimizer for Adam, with
 parameter groups, FP32 master weights, loss scale, gradient norm and clipping. Only the torch optimizer inside is
@@ -18,24 +18,27 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from torch import Tensor
 
 from megafp8.config import dimensions
-from megafp8.config.muon import is_layer_wise
+from megafp8.config.optimizers import IS_MATRIX, is_layer_wise, updates_matrices
 from megafp8.config.schema import RunConfig
 from megafp8.mcore.process_groups import is_reduced_over_expert_ranks
 from megafp8.optimizer.layer_wise import LayerWiseOptimizer, Ownership, adopt_fp8_weights
-from megafp8.optimizer.muon import IS_MUON, Matrix, Muon, MuonSettings
-from megafp8.optimizer.parameter_groups import is_matrix, matrices
+from megafp8.optimizer.muon import Matrix, Muon, MuonSettings
+from megafp8.optimizer.parameter_groups import is_matrix, matrices, mup_overrides
 
 
-def build_muon(config: RunConfig, core_config: OptimizerConfig, chunks: Sequence[Any]) -> MegatronOptimizer:
+def build(config: RunConfig, core_config: OptimizerConfig, chunks: Sequence[Any]) -> MegatronOptimizer:
     """Build the optimizer; all ranks call it.
 
     Args:
-        core_config: of megatron-core's optimizer for Adam, without its distributed optimizer.
+        core_config: of megatron-core's optimizer; for one that updates matrices of its Adam, without its distributed
+            optimizer.
         chunks: the model chunks with gradient buffers.
     """
+    if not updates_matrices(config):
+        return get_megatron_optimizer(core_config, list(chunks), config_overrides=mup_overrides(config, core_config))
     groups = {
         **get_standard_config_overrides(core_config),
-        matrices(): {IS_MUON: True},
+        matrices(): {IS_MATRIX: True},
     }
     ownerships = divide_weights(chunks) if is_layer_wise(config) else []
     with trainable_only(chunks, ownerships):
@@ -49,6 +52,11 @@ def build_muon(config: RunConfig, core_config: OptimizerConfig, chunks: Sequence
         if config.precision.fp8_param_gather:
             adopt_fp8_weights(part)
     return LayerWiseOptimizer(optimizer, ownerships) if ownerships else optimizer
+
+
+def has_state_by_weight(part: Any) -> bool:
+    """Whether one of megatron-core's optimizers has complete tensors of state for each of its weights: Muon."""
+    return isinstance(part.optimizer, Muon)
 
 
 def initialize(optimizer: Muon, config: Any = None) -> None:
@@ -93,7 +101,7 @@ def trainable_only(chunks: Sequence[Any], ownerships: Sequence[Ownership]) -> It
 
 
 def find_matrices(config: RunConfig, chunks: Sequence[Any]) -> dict[Tensor, Matrix]:
-    """How each weight of Muon is a matrix, by the tensor that the optimizer updates."""
+    """How each weight that Muon updates is a matrix, by the tensor that the optimizer updates."""
     model = config.model
     heads = dimensions.query_projection_size(model) // dimensions.num_query_groups(model)
     channels = dimensions.kv_channels(model)

@@ -1,4 +1,4 @@
-"""Which runs use Muon, how its state is divided over ranks, and the coefficients of its Newton-Schulz iteration."""
+"""What distinguishes optimizers: updates of whole matrices, how ranks divide their state, and coefficients of Muon."""
 
 from __future__ import annotations
 
@@ -48,19 +48,26 @@ REPEATS_LAST = ("polar_express",)
 """Sets of which more steps repeat the last polynomial, and not the complete set."""
 
 
-def is_muon(config: RunConfig) -> bool:
-    """Whether matrices of the layers are trained by Muon."""
+MOMENTS: Mapping[str, int] = MappingProxyType({"adam": 2, "muon": 1})
+"""--optimizer -> moments of a weight of the layers, where a checkpoint has any."""
+
+IS_MATRIX = "is_muon"
+"""Key of a parameter group, in checkpoints too: whether its weights are updated as matrices."""
+
+
+def updates_matrices(config: RunConfig) -> bool:
+    """Whether the optimizer updates matrices of the layers as a whole (Muon), and not number by number."""
     return config.optimizer.optimizer == "muon"
 
 
 def is_layer_wise(config: RunConfig) -> bool:
-    """Whether each data-parallel rank updates complete weights of its own: Muon with --use-distributed-optimizer."""
-    return is_muon(config) and bool(config.parallel.use_distributed_optimizer)
+    """Whether each data-parallel rank updates complete weights of its own: such with --use-distributed-optimizer."""
+    return updates_matrices(config) and bool(config.parallel.use_distributed_optimizer)
 
 
 def has_flat_shards(config: RunConfig) -> bool:
     """Whether megatron-core's distributed optimizer shards the state in flat ranges, which cut matrices anywhere."""
-    return bool(config.parallel.use_distributed_optimizer) and not is_muon(config)
+    return bool(config.parallel.use_distributed_optimizer) and not updates_matrices(config)
 
 
 def polynomials(optimizer: OptimizerConfig) -> tuple[Polynomial, ...]:

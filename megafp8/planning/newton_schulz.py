@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from megafp8.config import dimensions, mixture, model_shapes, multi_token, topology
 from megafp8.config.activations import is_gated
-from megafp8.config.muon import is_layer_wise, is_muon
+from megafp8.config.optimizers import is_layer_wise, updates_matrices
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 from megafp8.planning.planned_run import PlannedRun
@@ -107,9 +107,9 @@ def newton_schulz_s(run: PlannedRun, stage: int, num_shards: int) -> float:
     return (compute_s + launches * calibration.gemm_start_s) / num_shards
 
 
-def muon_lines(config: RunConfig, world_size: int) -> list[str]:
+def newton_schulz_lines(config: RunConfig, world_size: int) -> list[str]:
     """What Muon computes on a rank of the first stage, for a dry run; none without Muon."""
-    if not is_muon(config):
+    if not updates_matrices(config):
         return []
     num_matrices = sum(count for _, count, _ in matrices_on_rank(config, 0))
     ranks = topology.data_parallel_size(config, world_size, with_context_parallel=True)
