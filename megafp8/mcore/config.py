@@ -204,8 +204,8 @@ def build_transformer_config(config: RunConfig, implementation: LayerBackend, on
     }
     # Layers read this when they are built. Delayed scaling needs it for one update of its scales per step.
     fields["calculate_per_token_loss"] = True
-    fields |= parsed_overrides(config, "transformer", TransformerConfig)
-    problems = unsafe_override_problems(fields) + fp4_weight_problems(config, fields)
+    fields |= parsed_overrides(config.overrides, "transformer", TransformerConfig)
+    problems = unsafe_override_problems(fields) + fp4_weight_problems(config.overrides, fields, has_flat_shards(config))
     if problems:
         raise ConfigError(problems)
     built: TransformerConfig = build_checked(config_class(config.model), fields)
@@ -445,7 +445,7 @@ def build_ddp_config(config: RunConfig) -> DistributedDataParallelConfig:
         **ddp_fields(parallel),
         "fp8_param_gather": precision.fp8_param_gather,
     }
-    fields |= parsed_overrides(config, "ddp", DistributedDataParallelConfig)
+    fields |= parsed_overrides(config.overrides, "ddp", DistributedDataParallelConfig)
     if parallel.shards_weights:
         fields["reshard_after_forward"] = not parallel.keeps_gathered
         return build_checked(TorchFullyShardedDataParallelConfig, fields)
@@ -494,7 +494,7 @@ def build_optimizer_config(config: RunConfig, implementation: LayerBackend) -> O
         if has_fp8_weights:
             # An FP8 weight has no upper half of its master weight, which the 16-bit remainder would complete.
             fields["store_param_remainders"] = False
-    return build_checked(OptimizerConfig, fields | parsed_overrides(config, "optimizer", OptimizerConfig))
+    return build_checked(OptimizerConfig, fields | parsed_overrides(config.overrides, "optimizer", OptimizerConfig))
 
 
 def build_checked(kind: type, fields: Mapping[str, Any]) -> Any:
@@ -530,7 +530,7 @@ def override_problems(config: RunConfig) -> list[str]:
     problems: list[str] = []
     for section, kind in OVERRIDABLE_CONFIGS.items():
         try:
-            parsed_overrides(config, section, kind)
+            parsed_overrides(config.overrides, section, kind)
         except ConfigError as error:
             problems += error.problems
     return problems

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import enum
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Optional
 
@@ -19,8 +19,6 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 
 from megafp8.config import megatron_flags
-from megafp8.config.optimizers import has_flat_shards
-from megafp8.config.schema import RunConfig
 from megafp8.config.settings import all_settings
 from megafp8.errors import ConfigError
 from megafp8.mcore.patches import core_version, is_installed
@@ -107,8 +105,8 @@ FIELDS_OF_0_19 = frozenset((
 ))  # fmt: skip
 
 
-def parsed_overrides(config: RunConfig, section: str, kind: type) -> dict[str, Any]:
-    """The values of the `--override` entries of one section, converted to the types of their fields.
+def parsed_overrides(entries: Iterable[str], section: str, kind: type) -> dict[str, Any]:
+    """The values of those `--override` entries that are of one section, converted to the types of their fields.
 
     Raises:
         ConfigError: lists all unknown fields, fields that a flag sets, fields of unsupported features, and values of a
@@ -118,7 +116,7 @@ def parsed_overrides(config: RunConfig, section: str, kind: type) -> dict[str, A
     fields = {field.name for field in dataclasses.fields(kind)}
     values: dict[str, Any] = {}
     problems: list[str] = []
-    for entry in config.overrides:
+    for entry in entries:
         path, _, text = entry.partition("=")
         owner, _, name = path.partition(".")
         if owner != section:
@@ -161,18 +159,20 @@ def unknown_field(kind: type, field: str) -> str:
     return text
 
 
-def fp4_weight_problems(config: RunConfig, fields: Mapping[str, Any]) -> list[str]:
+def fp4_weight_problems(entries: Iterable[str], fields: Mapping[str, Any], has_flat_shards: bool) -> list[str]:
     """Problems of FP4 weights, which two fields ask for: one of the model and one of the buffers.
 
     Args:
+        entries: of `--override`.
         fields: of the model.
+        has_flat_shards: the distributed optimizer divides a flat buffer over the ranks.
     """
     is_stored = fields.get("fp4_param", False)
     if is_installed("<0.19"):
         reason = f"its weights in FP4 were added in megatron-core 0.19, and {core_version()} is installed"
         return [f"--override transformer.fp4_param=True: {reason}"] if is_stored else []
-    is_gathered = parsed_overrides(config, "ddp", DistributedDataParallelConfig).get("fp4_param_gather", False)
-    if is_stored == is_gathered and (not is_stored or has_flat_shards(config)):
+    is_gathered = parsed_overrides(entries, "ddp", DistributedDataParallelConfig).get("fp4_param_gather", False)
+    if is_stored == is_gathered and (not is_stored or has_flat_shards):
         return []
     together = "--override transformer.fp4_param=True ddp.fp4_param_gather=True --use-distributed-optimizer"
     return [f"weights in FP4: give {together}"]
