@@ -22,7 +22,7 @@ from megafp8.checkpoint.progress import Progress, TrainingState
 from megafp8.checkpoint.save import save_checkpoint
 from megafp8.data.tokenizers.build import build_tokenizer
 from megafp8.mcore.config import build_transformer_config
-from megafp8.mcore.process_groups import build_process_groups
+from megafp8.mcore.process_groups import build_process_groups, seed_rank
 from megafp8.models.builder import add_gradient_buffers, build_model, build_optimizer
 from megafp8.optimizer.schedules import build_schedule
 
@@ -42,7 +42,8 @@ def configure(text: str, tokenizer_model: str | Path | None = None) -> RunConfig
 
 def build_initial(config: RunConfig) -> TrainingState:
     """Step 0 of a run on this rank."""
-    build_process_groups(config)
+    build_process_groups(config.model, config.parallel)
+    seed_rank(config.training.seed)
     world_size = dist.get_world_size()
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
     vocab_size = dimensions.padded_vocab_size(config, tokenizer.vocab_size)

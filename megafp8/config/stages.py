@@ -25,7 +25,7 @@ import re
 from collections.abc import Sequence
 from typing import Optional
 
-from megafp8.config.schema import ParallelConfig, RunConfig
+from megafp8.config.schema import ModelConfig, ParallelConfig, RunConfig
 from megafp8.errors import ConfigError
 
 Stages = tuple[tuple[range, ...], ...]
@@ -38,9 +38,9 @@ MAX_REPEATS = 4096
 # ---- number of model chunks ---------------------------------------------------------------------------------------
 
 
-def virtual_pipeline_size(config: RunConfig) -> Optional[int]:
+def virtual_pipeline_size(model: ModelConfig, parallel: ParallelConfig) -> Optional[int]:
     """Model chunks per pipeline rank of the interleaved schedule; None without it and for one chunk."""
-    chunks = _num_chunks(config.model.num_layers or 0, config.parallel)
+    chunks = _num_chunks(model.num_layers or 0, parallel)
     return chunks if chunks > 1 else None
 
 

@@ -196,7 +196,7 @@ def layout_of(config: RunConfig, world_size: int) -> ParallelLayout:
         tensor=parallel.tensor_model_parallel_size,
         context=parallel.context_parallel_size,
         pipeline=parallel.pipeline_model_parallel_size,
-        virtual=virtual_pipeline_size(config) or 1,
+        virtual=virtual_pipeline_size(config.model, config.parallel) or 1,
         data_is_last=parallel.use_tp_pp_dp_mapping,
     )
 

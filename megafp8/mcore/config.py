@@ -296,7 +296,7 @@ def squared_relu(x: torch.Tensor) -> torch.Tensor:
 def parallel_fields(config: RunConfig) -> dict[str, Any]:
     """Fields of model parallelism and pipeline communication."""
     parallel = config.parallel
-    stages, chunks = parallel.pipeline_model_parallel_size, virtual_pipeline_size(config)
+    stages, chunks = parallel.pipeline_model_parallel_size, virtual_pipeline_size(config.model, parallel)
     overlap = chunks is not None and parallel.overlap_p2p_comm
     return {
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,

@@ -12,9 +12,8 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.fp8_utils import is_float8tensor, post_all_gather_processing
 from megatron.core.utils import get_batch_on_this_cp_rank
 
-from megafp8.config import derived
 from megafp8.config.mixture import expert_tensor_size, is_mixture
-from megafp8.config.schema import RunConfig
+from megafp8.config.schema import ModelConfig, ParallelConfig
 from megafp8.config.stages import virtual_pipeline_size
 from megafp8.mcore.patches import is_installed
 from megafp8.recipes.base import DelayedOptions
@@ -52,13 +51,17 @@ class RankPosition:
         return self.is_first_stage or self.is_last_stage or self.needs_documents
 
 
-def build_process_groups(config: RunConfig) -> RankPosition:
-    """Create all process groups and seed this rank. torch.distributed must be initialized."""
-    parallel, has_experts = config.parallel, is_mixture(config.model)
+def build_process_groups(model: ModelConfig, parallel: ParallelConfig, needs_documents: bool = False) -> RankPosition:
+    """Create all process groups. torch.distributed must be initialized.
+
+    Args:
+        needs_documents: attention stops at the borders of documents.
+    """
+    has_experts = is_mixture(model)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=virtual_pipeline_size(config),
+        virtual_pipeline_model_parallel_size=virtual_pipeline_size(model, parallel),
         pipeline_model_parallel_comm_backend=parallel.pipeline_model_parallel_comm_backend,
         context_parallel_size=parallel.context_parallel_size,
         # On a dense model these settings have no effect, and the ranks need not fit them.
@@ -69,8 +72,6 @@ def build_process_groups(config: RunConfig) -> RankPosition:
         distributed_timeout_minutes=parallel.distributed_timeout_minutes,
         create_gloo_process_groups=True,
     )
-    captures_dropout = derived.uses_cuda_graph(config) and derived.has_dropout(config.model)
-    seed_rank(config.training.seed, captures_dropout)
     return RankPosition(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
@@ -80,7 +81,7 @@ def build_process_groups(config: RunConfig) -> RankPosition:
         data_size=parallel_state.get_data_parallel_world_size(),
         is_first_stage=parallel_state.is_pipeline_first_stage(ignore_virtual=True),
         is_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
-        needs_documents=config.data.reset_attention_mask,
+        needs_documents=needs_documents,
     )
 
 

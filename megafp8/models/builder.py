@@ -50,7 +50,7 @@ def build_model(
         from megafp8.te import userbuffers  # needs Transformer Engine
 
         userbuffers.start(config, transformer_config.params_dtype)
-    num_chunks = virtual_pipeline_size(config)
+    num_chunks = virtual_pipeline_size(config.model, config.parallel)
     stages: list[Optional[int]] = [None] if num_chunks is None else list(range(num_chunks))
     runtime = layer_runtime(implementation)
     chunks = [build_chunk(config, transformer_config, runtime, vocab_size, stage) for stage in stages]

@@ -108,7 +108,7 @@ class PlannedRun:
     @property
     def chunks(self) -> int:
         """Model chunks per pipeline rank; 1 without the interleaved schedule."""
-        return stages.virtual_pipeline_size(self.config) or 1
+        return stages.virtual_pipeline_size(self.config.model, self.config.parallel) or 1
 
     @property
     def recipe(self) -> str:

@@ -462,7 +462,8 @@ def layers_in_flight(config: RunConfig, world_size: int, stage: int) -> float:
     """
     num_stages = config.parallel.pipeline_model_parallel_size
     num_microbatches = iterations.num_microbatches(config, world_size)
-    layers, num_chunks = multi_token.num_layers_with_mtp(config, stage), stages.virtual_pipeline_size(config)
+    layers = multi_token.num_layers_with_mtp(config, stage)
+    num_chunks = stages.virtual_pipeline_size(config.model, config.parallel)
     num_later = num_stages - stage - 1
     if num_chunks is None:
         return layers * min(num_later + 1, num_microbatches)

@@ -28,7 +28,7 @@ from megafp8.device import capability, layer_support
 from megafp8.device.platform import Platform, detect_platform, init_distributed, set_num_threads
 from megafp8.errors import CapabilityError, DataError
 from megafp8.mcore.config import build_transformer_config
-from megafp8.mcore.process_groups import build_process_groups
+from megafp8.mcore.process_groups import build_process_groups, seed_rank
 from megafp8.models.builder import build_model
 from megafp8.models.emulated_layers import cached_weight_codes
 from megafp8.training.generation import padded_window
@@ -226,7 +226,8 @@ def build_module(
     """The complete model on this device, in eval mode. Initializes process groups of one rank."""
     set_num_threads(config.training.num_threads, derived.useful_threads(config))
     init_distributed(platform, config.parallel)
-    build_process_groups(config)
+    build_process_groups(config.model, config.parallel)
+    seed_rank(config.training.seed)
     transformer_config = build_transformer_config(config, implementation, platform.kind == "cuda")
     (module,) = build_model(config, transformer_config, implementation, vocab_size)
     return module.eval()

@@ -108,7 +108,7 @@ def layout_sizes(run: Run) -> dict[str, int]:
         "tensor": parallel.tensor_model_parallel_size,
         "context": parallel.context_parallel_size,
         "pipeline": parallel.pipeline_model_parallel_size,
-        "virtual": virtual_pipeline_size(run.config) or 1,
+        "virtual": virtual_pipeline_size(run.config.model, run.config.parallel) or 1,
         "data": run.rank_position.data_size,
     }
 

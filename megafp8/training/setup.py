@@ -22,7 +22,7 @@ from megafp8.data.tokenizers.build import build_tokenizer
 from megafp8.device.platform import Platform, init_distributed, local_rank, set_num_threads
 from megafp8.errors import ConfigError
 from megafp8.mcore.config import build_transformer_config
-from megafp8.mcore.process_groups import build_process_groups
+from megafp8.mcore.process_groups import build_process_groups, seed_rank
 from megafp8.metrics.timers import StepTimer
 from megafp8.models.builder import add_gradient_buffers, build_model, build_optimizer
 from megafp8.models.grouped_moe import grouped_weights
@@ -61,7 +61,9 @@ def build_training_run(
     """
     set_num_threads(config.training.num_threads, derived.useful_threads(config))
     init_distributed(platform, config.parallel)
-    rank_position = build_process_groups(config)
+    rank_position = build_process_groups(config.model, config.parallel, config.data.reset_attention_mask)
+    captures_dropout = derived.uses_cuda_graph(config) and derived.has_dropout(config.model)
+    seed_rank(config.training.seed, captures_dropout)
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
     num_ids = dimensions.vocabulary_size(config, tokenizer.vocab_size)
     vocab_size = dimensions.padded_vocab_size(config, num_ids)

@@ -12,7 +12,8 @@ from megafp8.mcore.process_groups import build_process_groups, destroy_process_g
 
 def known_groups() -> tuple[bool, bool]:
     """Whether torch.distributed has a group of the layout before and after it is left; the world group remains."""
-    build_process_groups(small_config("llama", PLAIN))
+    config = small_config("llama", PLAIN)
+    build_process_groups(config.model, config.parallel)
     group = parallel_state.get_data_parallel_group()
     before = is_known(group)
     destroy_process_groups()

@@ -226,7 +226,7 @@ def args_of_settings(config: RunConfig, values: Mapping[str, Any]) -> argparse.N
         "vocab_size": model.vocab_size,
         "fp8": config.precision.fp8_format,
         "num_layers_per_virtual_pipeline_stage": config.parallel.num_layers_per_virtual_pipeline_stage,
-        "virtual_pipeline_model_parallel_size": stages.virtual_pipeline_size(config),
+        "virtual_pipeline_model_parallel_size": stages.virtual_pipeline_size(config.model, config.parallel),
         "ckpt_format": "torch_dist",
         "no_save_optim": None,
         "no_save_rng": None,

@@ -236,7 +236,7 @@ def is_interleaved(config: RunConfig) -> bool:
         if not all_positive(parallel.pipeline_model_parallel_size):
             return False
         try:
-            return (stages.virtual_pipeline_size(config) or 1) > 1
+            return (stages.virtual_pipeline_size(config.model, config.parallel) or 1) > 1
         except ConfigError:
             return False
     requested = (parallel.num_layers_per_virtual_pipeline_stage, parallel.num_virtual_stages_per_pipeline_rank)

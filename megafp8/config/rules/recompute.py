@@ -51,7 +51,9 @@ def full_recompute_says_which_layers(config: RunConfig, world_size: int) -> Iter
     if count is None or count < 1 or not has_stages(config, world_size):
         return
     sizes = sorted({len(chunk) for chunks in stages.stage_layers(config) for chunk in chunks} - {0})
-    chunk = "virtual pipeline stage" if stages.virtual_pipeline_size(config) else "pipeline stage"
+    chunk = (
+        "virtual pipeline stage" if stages.virtual_pipeline_size(config.model, config.parallel) else "pipeline stage"
+    )
     if count > sizes[-1]:
         yield (
             f"--recompute-num-layers {count} is more than the {sizes[-1]} layers of a {chunk}: use at most {sizes[-1]}"

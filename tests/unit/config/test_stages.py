@@ -62,7 +62,8 @@ def config_of(layers: int, pipeline: int, settings: dict[str, Any]) -> RunConfig
     [({}, None), ({PER_CHUNK: 2}, 3), ({PER_CHUNK: 6}, None), ({CHUNKS: 2}, 2), ({CHUNKS: 1}, None)],
 )
 def test_virtual_pipeline_size(settings, chunks):
-    assert stages.virtual_pipeline_size(config_of(12, 2, settings)) == chunks
+    config = config_of(12, 2, settings)
+    assert stages.virtual_pipeline_size(config.model, config.parallel) == chunks
 
 
 @pytest.fixture
@@ -84,7 +85,7 @@ def test_layers_are_those_that_megatron_core_builds(
     fields = parallel_fields(config) | {"num_layers": layers, "hidden_size": 32, "num_attention_heads": 4}
     core = TransformerConfig(**fields, pipeline_dtype="float32")
     num_chunks = core.virtual_pipeline_model_parallel_size
-    assert num_chunks == stages.virtual_pipeline_size(config)
+    assert num_chunks == stages.virtual_pipeline_size(config.model, config.parallel)
     parallel_state.set_virtual_pipeline_model_parallel_world_size(num_chunks)
     for stage, chunks in enumerate(found):
         parallel_state.set_pipeline_model_parallel_rank(stage)
