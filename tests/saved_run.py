@@ -6,6 +6,7 @@ import dataclasses
 import shutil
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
@@ -21,10 +22,10 @@ from megafp8.checkpoint.manifest import read_manifest
 from megafp8.checkpoint.progress import Progress, TrainingState
 from megafp8.checkpoint.save import save_checkpoint
 from megafp8.data.tokenizers.build import build_tokenizer
+from megafp8.device.platform import Platform
 from megafp8.mcore.config import build_transformer_config
 from megafp8.mcore.process_groups import build_process_groups, seed_rank
-from megafp8.models.builder import add_gradient_buffers, build_model, build_optimizer
-from megafp8.optimizer.schedules import build_schedule
+from megafp8.training.setup import build_training_state
 
 # The seed is not the default one, so weights that were not loaded differ.
 RUN = (
@@ -44,14 +45,11 @@ def build_initial(config: RunConfig) -> TrainingState:
     """Step 0 of a run on this rank."""
     build_process_groups(config.model, config.parallel)
     seed_rank(config.training.seed)
-    world_size = dist.get_world_size()
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
     vocab_size = dimensions.padded_vocab_size(config, tokenizer.vocab_size)
     transformer_config = build_transformer_config(config, EMULATED, on_cuda=False)
-    model = build_model(config, transformer_config, EMULATED, vocab_size)
-    chunks = add_gradient_buffers(config, transformer_config, EMULATED, model)
-    optimizer = build_optimizer(config, transformer_config, EMULATED, chunks)
-    return TrainingState(chunks, optimizer, build_schedule(config, optimizer, world_size))
+    platform = Platform("cpu", torch.device("cpu"), "CPU", "gloo")
+    return build_training_state(config, transformer_config, EMULATED, vocab_size, dist.get_world_size(), platform)
 
 
 def copy_as_step(path: Path, folder: Path, step: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from megafp8.config import derived, mixture, multi_token, precision_map, precision_schedule
 from megafp8.config.activations import is_plain_swiglu
 from megafp8.config.precision_map import EXPERTS, MLP_LINEARS, LinearChoice
-from megafp8.config.schema import PrecisionConfig, RunConfig
+from megafp8.config.schema import ModelConfig, PrecisionConfig, RunConfig
 from megafp8.config.settings import with_values
 from megafp8.recipes import registry
 from megafp8.recipes.base import Gemm, LinearRecipe, Operand
@@ -45,7 +45,7 @@ def grouped_expert_problems(config: RunConfig) -> Iterator[str]:
         yield "--fp8-power-2-scale, --fp8-tensorwise-margin or another dtype than BF16"
     if model.num_layers is None:
         return
-    choices = expert_choices(config)
+    choices = expert_choices(model, config.precision)
     if any(choice.is_quantized for choice in choices) and not precision_map.base_choice(config.precision).is_quantized:
         yield "experts that a precision map quantizes in a model without --fp8-format"
     if len(choices) > 1 or not all(is_supported(choice) for choice in choices):
@@ -116,9 +116,9 @@ def peer_problems(config: RunConfig) -> Iterator[str]:
     yield from grouped_expert_problems(config)
 
 
-def expert_choices(config: RunConfig) -> set[LinearChoice]:
+def expert_choices(model: ModelConfig, precision: PrecisionConfig) -> set[LinearChoice]:
     """The recipes of the experts' linears, without the entries of phases."""
-    chosen = precision_map.resolve(config.model, config.precision)
+    chosen = precision_map.resolve(model, precision)
     return {choice for name, choice in chosen.items() if f".{EXPERTS}" in name and "shared" not in name}
 
 
@@ -127,7 +127,10 @@ def splits_experts(config: RunConfig, phase: PrecisionConfig) -> bool:
     chosen = precision_map.resolve(config.model, phase)
     names = [name.removesuffix(MLP_LINEARS[0]) for name in chosen if name.endswith(f".{EXPERTS}{MLP_LINEARS[0]}")]
     layers = [{chosen[name + linear] for linear in MLP_LINEARS} for name in names]
-    return any(layer not in ({choice} for choice in (*expert_choices(config), LinearChoice())) for layer in layers)
+    return any(
+        layer not in ({choice} for choice in (*expert_choices(config.model, config.precision), LinearChoice()))
+        for layer in layers
+    )
 
 
 def fc1_choices(config: RunConfig) -> set[LinearChoice]:

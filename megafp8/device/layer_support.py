@@ -246,7 +246,7 @@ def one_launch_warnings(config: RunConfig) -> Iterator[str]:
             "--fp8-param-gather: the weights of experts in one launch stay in BF16 and are gathered so, with the same "
             "results; --moe-expert-kernels te stores them in FP8 and runs experts one by one"
         )
-    names = {name for choice in expert_choices(config) for name in choice.recipes}
+    names = {name for choice in expert_choices(config.model, config.precision) for name in choice.recipes}
     blocked = [name for name in names if registry.get(name).block_length]
     size = mixture.moe_ffn_hidden_size(config.model) * (config.model.hidden_size or 0)
     if blocked and mixture.experts_per_rank(config) <= FEW_EXPERTS and size >= LARGE_EXPERT:

@@ -40,7 +40,7 @@ class FsdpRuntime(DataParallelRuntime):
         for chunk in sharded:
             chunk.data_parallel = self
             if config.precision.fp8_param_gather:
-                give_codes(chunk, *layers.codes_to_gather(config, chunk))
+                give_codes(chunk, *layers.codes_to_gather(config.model, config.precision, chunk))
         return sharded
 
     def finish_optimizers(self, parts: Iterable[Any]) -> None:

@@ -14,7 +14,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megafp8.config.schema import RunConfig
+from megafp8.config.model_plan import ModelPlan
+from megafp8.config.schema import ModelConfig, OptimizerConfig, PrecisionConfig
 
 Model = Sequence[Any]
 """The chunks of this rank."""
@@ -55,7 +56,7 @@ class LayerRuntime(ABC):
     # ---- Building a model -------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def block_spec(self, config: RunConfig, core: TransformerConfig, indices: Sequence[int]) -> BlockSpec:
+    def block_spec(self, plan: ModelPlan, core: TransformerConfig, indices: Sequence[int]) -> BlockSpec:
         """The spec of the transformer block of a model chunk.
 
         Args:
@@ -63,11 +64,11 @@ class LayerRuntime(ABC):
         """
 
     @abstractmethod
-    def multi_token_spec(self, config: RunConfig, core: TransformerConfig, vp_stage: Optional[int]) -> MultiTokenSpec:
+    def multi_token_spec(self, plan: ModelPlan, core: TransformerConfig, vp_stage: Optional[int]) -> MultiTokenSpec:
         """The spec of multi-token prediction."""
 
     @abstractmethod
-    def finish_chunk(self, config: RunConfig, chunk: GPTModel) -> None:
+    def finish_chunk(self, plan: ModelPlan, chunk: GPTModel) -> None:
         """Give a built chunk what specs cannot express: recipes of single linears, and that of the output layer."""
 
     @abstractmethod
@@ -77,30 +78,30 @@ class LayerRuntime(ABC):
         It is set after construction, because megatron-core's own linears would require Apex in their constructors.
         """
 
-    def writable_weights(self, config: RunConfig, chunks: list[nn.Module]) -> AbstractContextManager[None]:
-        """Context in which all weights can be initialized."""
+    def writable_weights(self, chunks: list[nn.Module]) -> AbstractContextManager[None]:
+        """Context in which weights that are stored as codes can be initialized."""
         return nullcontext()
 
-    def convert_weights(self, config: RunConfig, chunks: Sequence[nn.Module]) -> None:  # noqa: B027
+    def convert_weights(self, chunks: Sequence[nn.Module]) -> None:  # noqa: B027
         """Store weights as codes, before megatron-core creates the parameter buffers."""
 
     @abstractmethod
-    def codes_to_gather(self, config: RunConfig, chunk: Any) -> CodesByLinear:
+    def codes_to_gather(self, model: ModelConfig, precision: PrecisionConfig, chunk: Any) -> CodesByLinear:
         """What ranks gather in place of the rows of sharded weights in BF16."""
 
     @abstractmethod
-    def set_optimizer_state(self, config: RunConfig, optimizers: Iterable[Any]) -> None:
+    def set_optimizer_state(self, settings: OptimizerConfig, optimizers: Iterable[Any]) -> None:
         """Prepare what distributed optimizers store in low precision."""
 
     # ---- Training ---------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def counters(self, config: RunConfig, linears: Sequence[str], model: Model, device: torch.device) -> LinearCounters:
+    def counters(self, linears: Sequence[str], chunks: Model, device: torch.device) -> LinearCounters:
         """Counters of non-finite and saturated operands.
 
         Args:
-            linears: names of all quantized linears of the model, the same on all ranks.
-            model: the chunks of this rank, unwrapped.
+            linears: names of all quantized linears of the model, and of attention in FP8, the same on all ranks.
+            chunks: of this rank, unwrapped.
         """
 
     @abstractmethod
@@ -112,12 +113,12 @@ class LayerRuntime(ABC):
         """
 
     @abstractmethod
-    def set_precision(self, config: RunConfig, model: Model) -> None:
+    def set_precision(self, model: ModelConfig, precision: PrecisionConfig, chunks: Model) -> None:
         """Compute the linears of this rank in the precision of a phase of `--fp8-schedule` from now on.
 
         Args:
-            config: with the precision of the phase.
-            model: the chunks of this rank, unwrapped.
+            precision: of the phase.
+            chunks: of this rank, unwrapped.
         """
 
     def cached_weights(self, chunks: Sequence[Any]) -> AbstractContextManager[None]:

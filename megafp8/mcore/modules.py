@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Optional
 
+from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
@@ -14,7 +15,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
+from megafp8.config import precision_map
 from megafp8.config.precision_map import ATTENTION_LINEARS, EXPERTS, OUTPUT_LAYER, SHARED_EXPERTS
+from megafp8.config.schema import ModelConfig
 from megafp8.mcore.patches import is_installed
 
 ATTENTION = "attention"
@@ -48,6 +51,19 @@ def named_attentions(chunk: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield f"layers.{layer.layer_number - 1}.{ATTENTION}", layer.self_attention.core_attention
 
 
+def with_attention(model: ModelConfig, linears: Sequence[str]) -> tuple[str, ...]:
+    """Add the attention of every layer to names of linears, where the forward pass has it: before `linear_proj`."""
+    names: list[str] = []
+    chosen = set(linears)
+    for name in precision_map.expert_names(model, precision_map.linear_names(model)):
+        layer, _, linear = name.rpartition(".")
+        if linear == "linear_proj":  # in high precision, too
+            names.append(f"{layer}.{ATTENTION}")
+        if name in chosen:
+            names.append(name)
+    return tuple(names)
+
+
 def named_mlps(mlp: Any) -> Iterator[tuple[str, Any]]:
     """The MLPs of a layer with what precedes the names of their linears: one, or those of experts on this rank.
 
@@ -69,13 +85,15 @@ EXPERT_RANKS_EVIDENCE = (("tensor_parallel/layers.py", '"allreduce", not (self.i
 """In 0.16 only expert parallelism, and not another tensor-parallel size, has gradients of experts reduced apart."""
 
 
-def mark_expert_weights(chunk: nn.Module, has_expert_ranks: bool) -> None:
+def mark_expert_weights(chunk: GPTModel) -> None:
     """Have the gradients of experts reduced over the ranks that hold the same experts.
 
     megatron-core 0.16 marks the weights only with expert-parallel ranks. With another tensor-parallel size than that of
     the other layers, copies of an expert on tensor-parallel ranks would otherwise train on different tokens.
     """
-    if not has_expert_ranks or not is_installed("<0.19"):
+    core = chunk.config
+    has_own_tensor_ranks = core.expert_tensor_parallel_size != core.tensor_model_parallel_size
+    if not (core.expert_model_parallel_size > 1 or has_own_tensor_ranks) or not is_installed("<0.19"):
         return
     for layer in (module for module in chunk.modules() if isinstance(module, MoELayer)):
         for weight in layer.experts.parameters():

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from megafp8.config import multi_token, precision_map
 from megafp8.config.expert_layers import expert_layers
 from megafp8.config.layer_backends import LayerBackend
+from megafp8.config.model_plan import ModelPlan
 from megafp8.config.precision_map import OUTPUT_LAYER, build_linear_recipe
-from megafp8.config.schema import RunConfig
+from megafp8.config.schema import ModelConfig, OptimizerConfig, PrecisionConfig
 from megafp8.mcore import patches
 from megafp8.mcore.layer_runtime import CodesByLinear, LayerRuntime, LinearCounters, Model, MultiTokenSpec
 from megafp8.mcore.modules import named_linears
@@ -57,37 +58,37 @@ class EmulatedRuntime(LayerRuntime):
     def __init__(self, backend: LayerBackend):
         self.backend = backend
 
-    def block_spec(self, config: RunConfig, core: TransformerConfig, indices: Sequence[int]) -> BlockSpec:
-        has_experts = expert_layers(config.model)
-        recipes = linear_recipes(config) if self.backend.quantizes else {}
+    def block_spec(self, plan: ModelPlan, core: TransformerConfig, indices: Sequence[int]) -> BlockSpec:
+        has_experts = expert_layers(plan.model)
+        recipes = linear_recipes(plan.model, plan.precision) if self.backend.quantizes else {}
         exchange = AmaxExchange()  # shared by all layers of the chunk
         specs = []
         for layer in indices:
-            names = precision_map.layer_linears(config.model, has_experts[layer])
+            names = precision_map.layer_linears(plan.model, has_experts[layer])
             chosen = {name: recipes.get(f"layers.{layer}.{name}") for name in names}
-            specs.append(layer_spec(config, core, layer, chosen, exchange, self.backend.stacks_experts))
+            specs.append(layer_spec(plan, core, layer, chosen, exchange, self.backend.stacks_experts))
         return BlockSpec(specs, Norm)
 
-    def multi_token_spec(self, config: RunConfig, core: TransformerConfig, vp_stage: Optional[int]) -> MultiTokenSpec:
-        model, precision = config.model, config.precision
+    def multi_token_spec(self, plan: ModelPlan, core: TransformerConfig, vp_stage: Optional[int]) -> MultiTokenSpec:
+        model, precision = plan.model, plan.precision
         last = len(expert_layers(model)) - 1
         recipe = None
         if self.backend.quantizes:
             recipe = build_linear_recipe(precision, precision_map.multi_token_choice(precision))
         names = precision_map.layer_linears(model, expert_layers(model)[last])
         exchange = AmaxExchange()
-        layer = layer_spec(config, core, last, dict.fromkeys(names, recipe), exchange)
-        params = linear_params(config, recipe, exchange, f"{config.training.seed}|{multi_token.PROJECTION}")
+        layer = layer_spec(plan, core, last, dict.fromkeys(names, recipe), exchange)
+        params = linear_params(precision, recipe, exchange, f"{plan.seed}|{multi_token.PROJECTION}")
         projection = ColumnParallelLinear if recipe is None else ModuleSpec(EmulatedColumnParallelLinear, params)
         return local_spec(core, layer, projection, Norm, vp_stage)
 
-    def finish_chunk(self, config: RunConfig, chunk: GPTModel) -> None:
-        recipe = linear_recipes(config)[OUTPUT_LAYER] if self.backend.quantizes else None
+    def finish_chunk(self, plan: ModelPlan, chunk: GPTModel) -> None:
+        recipe = linear_recipes(plan.model, plan.precision)[OUTPUT_LAYER] if self.backend.quantizes else None
         if chunk.post_process and recipe is not None:
             chunk.output_layer = EmulatedOutputLayer.from_plain(
                 chunk.output_layer, chunk.shared_embedding_or_output_weight(), recipe,
-                amax_reduction=config.precision.fp8_amax_reduction,
-                noise_name=f"{config.training.seed}|{OUTPUT_LAYER}",
+                amax_reduction=plan.precision.fp8_amax_reduction,
+                noise_name=f"{plan.seed}|{OUTPUT_LAYER}",
             )  # fmt: skip
 
     def fuse_wgrad_accumulation(self, chunks: Sequence[nn.Module]) -> None:
@@ -96,11 +97,11 @@ class EmulatedRuntime(LayerRuntime):
             if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
                 module.gradient_accumulation_fusion = True
 
-    def convert_weights(self, config: RunConfig, chunks: Sequence[nn.Module]) -> None:
-        if config.precision.fp8_param_gather and self.backend.quantizes and not config.parallel.shards_weights:
+    def convert_weights(self, chunks: Sequence[nn.Module]) -> None:
+        if self.backend.quantizes:
             convert_to_quantized_parameters(chunks)
 
-    def codes_to_gather(self, config: RunConfig, chunk: Any) -> CodesByLinear:
+    def codes_to_gather(self, model: ModelConfig, precision: PrecisionConfig, chunk: Any) -> CodesByLinear:
         linears = [
             linear
             for linear in emulated_linears([chunk])
@@ -109,11 +110,11 @@ class EmulatedRuntime(LayerRuntime):
         codes = {linear: partial(gathered_codes, linear) for linear in linears}
         return codes, lambda: any(linear.has_cached_codes for linear in linears)
 
-    def set_optimizer_state(self, config: RunConfig, optimizers: Iterable[Any]) -> None:
-        emulate_low_precision_state(config, optimizers)
+    def set_optimizer_state(self, settings: OptimizerConfig, optimizers: Iterable[Any]) -> None:
+        emulate_low_precision_state(settings, optimizers)
 
-    def counters(self, config: RunConfig, linears: Sequence[str], model: Model, device: torch.device) -> LinearCounters:
-        return EmulatedCounters(linears, model, device)
+    def counters(self, linears: Sequence[str], chunks: Model, device: torch.device) -> LinearCounters:
+        return EmulatedCounters(linears, chunks, device)
 
     def change_linears(self, model: Model, in_high_precision: Collection[str], smoothed: Collection[str]) -> None:
         for name, linear in emulated_linears_by_name(model):
@@ -122,9 +123,9 @@ class EmulatedRuntime(LayerRuntime):
             if name in in_high_precision:
                 linear.move_to_high_precision()
 
-    def set_precision(self, config: RunConfig, model: Model) -> None:
-        recipes = linear_recipes(config)
-        for name, linear in emulated_linears_by_name(model):
+    def set_precision(self, model: ModelConfig, precision: PrecisionConfig, chunks: Model) -> None:
+        recipes = linear_recipes(model, precision)
+        for name, linear in emulated_linears_by_name(chunks):
             linear.set_recipe(recipes[precision_map.name_of_all_experts(name)])
 
     def cached_weights(self, chunks: Sequence[Any]) -> AbstractContextManager[None]:

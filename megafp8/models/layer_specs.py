@@ -40,11 +40,12 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megafp8.config import attention_layers, derived, dimensions, latent_attention, precision_map
-from megafp8.config.grouped_experts import expert_choices, grouped_expert_problems
-from megafp8.config.mixture import PEER, token_dispatcher
+from megafp8.config.grouped_experts import expert_choices
+from megafp8.config.mixture import PEER
+from megafp8.config.model_plan import ModelPlan
 from megafp8.config.precision_map import EXPERTS, LINEARS, MLP_LINEARS, build_linear_recipe
-from megafp8.config.schema import ModelConfig, RunConfig
-from megafp8.config.stages import stage_layers
+from megafp8.config.schema import ModelConfig, PrecisionConfig
+from megafp8.config.stages import Stages
 from megafp8.mcore.latent_attention import DownProjection, LatentAttention
 from megafp8.mcore.modules import NormedSelfAttention, mlp_spec, mlp_submodules
 from megafp8.models.attention import CausalAttention
@@ -297,22 +298,22 @@ LINEAR_CLASSES: Mapping[str, tuple[type, type]] = MappingProxyType(
 """The plain and the emulated class of each linear."""
 
 
-def te_layer_spec(config: RunConfig, has_experts: bool) -> ModuleSpec:
+def te_layer_spec(plan: ModelPlan, has_experts: bool) -> ModuleSpec:
     """Build the spec of one layer on Transformer Engine."""
     from megafp8.te import layers as te_layers  # needs Transformer Engine
 
-    layer = te_layers.layer_spec(config, has_experts)
-    if config.model.attention_logit_softcapping is not None:  # Transformer Engine's attention has none
-        layer.submodules.self_attention.submodules.core_attention = torch_attention(config)
+    layer = te_layers.layer_spec(plan, has_experts)
+    if plan.model.attention_logit_softcapping is not None:  # Transformer Engine's attention has none
+        layer.submodules.self_attention.submodules.core_attention = torch_attention(plan.model, plan.precision)
     if has_experts:
         submodules = mlp_submodules(layer.submodules.mlp)
         submodules.router = Router
-        if not any(grouped_expert_problems(config)):
-            layer.submodules.mlp = grouped_mixture_spec(submodules, config)
+        if plan.experts.supports_one_launch:
+            layer.submodules.mlp = grouped_mixture_spec(submodules, plan)
     return layer
 
 
-def chunk_layers(config: RunConfig, transformer_config: TransformerConfig, vp_stage: Optional[int]) -> range:
+def chunk_layers(stages: Stages, transformer_config: TransformerConfig, vp_stage: Optional[int]) -> range:
     """Global indices of the layers that megatron-core builds in a chunk of this rank.
 
     Raises:
@@ -320,42 +321,42 @@ def chunk_layers(config: RunConfig, transformer_config: TransformerConfig, vp_st
     """
     start = get_transformer_layer_offset(transformer_config, vp_stage)
     layers = range(start, start + get_num_layers_to_build(transformer_config, vp_stage))
-    expected = stage_layers(config)[parallel_state.get_pipeline_model_parallel_rank()][vp_stage or 0]
+    expected = stages[parallel_state.get_pipeline_model_parallel_rank()][vp_stage or 0]
     if layers != expected:
         raise RuntimeError(f"megatron-core builds {layers} of the layers on this stage, not {expected}")
     return layers
 
 
-def grouped_mixture_spec(submodules: MoESubmodules, config: RunConfig) -> ModuleSpec:
+def grouped_mixture_spec(submodules: MoESubmodules, plan: ModelPlan) -> ModuleSpec:
     """Spec of a layer's experts that run in one launch per GEMM. Its `experts` replace those of `submodules`."""
-    (choice,) = expert_choices(config)
+    (choice,) = expert_choices(plan.model, plan.precision)
     # One exchange for all layers that are built from the spec: on Transformer Engine those of a model chunk.
-    arguments = {"recipe": build_linear_recipe(config.precision, choice), "exchange": AmaxExchange()}
-    dispatcher = token_dispatcher(config)
-    if dispatcher != PEER and config.parallel.expert_model_parallel_size > 1:
+    arguments = {"recipe": build_linear_recipe(plan.precision, choice), "exchange": AmaxExchange()}
+    experts = plan.experts
+    if experts.dispatcher != PEER and experts.num_ranks > 1:
         submodules.experts = ModuleSpec(ExchangedExperts, arguments)
-        return ModuleSpec(DispatchingLayer, {"sends_codes": config.parallel.moe_dispatch_in_fp8}, submodules)
+        return ModuleSpec(DispatchingLayer, {"sends_codes": experts.sends_codes}, submodules)
     submodules.experts = ModuleSpec(GroupedExperts, arguments)
-    return ModuleSpec(PeerMoELayer if dispatcher == PEER else GroupedMoELayer, {}, submodules)
+    return ModuleSpec(PeerMoELayer if experts.dispatcher == PEER else GroupedMoELayer, {}, submodules)
 
 
-def torch_attention(config: RunConfig) -> ModuleSpec:
+def torch_attention(model: ModelConfig, precision: PrecisionConfig) -> ModuleSpec:
     """Spec of attention without Transformer Engine."""
     options = {
-        "logit_softcapping": config.model.attention_logit_softcapping,
-        "is_unfused": config.precision.attention_backend == "unfused",
+        "logit_softcapping": model.attention_logit_softcapping,
+        "is_unfused": precision.attention_backend == "unfused",
     }
     return ModuleSpec(CausalAttention, options)
 
 
-def linear_recipes(config: RunConfig) -> dict[str, Optional[LinearRecipe]]:
+def linear_recipes(model: ModelConfig, precision: PrecisionConfig) -> dict[str, Optional[LinearRecipe]]:
     """The recipe of every linear of the model, by name; None in high precision."""
-    choices = precision_map.resolve(config.model, config.precision)
-    return {name: build_linear_recipe(config.precision, choice) for name, choice in choices.items()}
+    choices = precision_map.resolve(model, precision)
+    return {name: build_linear_recipe(precision, choice) for name, choice in choices.items()}
 
 
 def layer_spec(
-    config: RunConfig,
+    plan: ModelPlan,
     transformer_config: TransformerConfig,
     layer: int,
     recipes: Mapping[str, Optional[LinearRecipe]],
@@ -376,42 +377,41 @@ def layer_spec(
         plain, emulated = LINEAR_CLASSES[name.rpartition(".")[2]]
         if recipe is None:
             return plain
-        return ModuleSpec(emulated, linear_params(config, recipe, exchange, noise_name))
+        return ModuleSpec(emulated, linear_params(plan.precision, recipe, exchange, noise_name))
 
-    noise_name = f"{config.training.seed}|layer {layer}"
+    model, experts = plan.model, plan.experts
+    noise_name = f"{plan.seed}|layer {layer}"
     has_experts = EXPERTS + MLP_LINEARS[0] in recipes
     if has_experts:
-        mlp: Any = mixture_spec(
-            linear, derived.gemm_alignment(config.precision), noise_name, config.parallel.moe_dispatch_in_fp8
-        )
+        mlp: Any = mixture_spec(linear, derived.gemm_alignment(plan.precision), noise_name, experts.sends_codes)
         on_cuda = not transformer_config.use_cpu_initialization
-        if may_stack_experts and config.parallel.moe_expert_kernels == "triton" and on_cuda:
-            mlp = grouped_mixture_spec(mlp.submodules, config)
+        if may_stack_experts and experts.requests_one_launch and on_cuda:
+            mlp = grouped_mixture_spec(mlp.submodules, plan)
     else:
         mlp = mlp_spec(MLP, MLPSubmodules(linear_fc1=linear("linear_fc1"), linear_fc2=linear("linear_fc2")))
-    input_norm = IdentityOp if config.model.norm_placement == "post" else Norm
-    add = residual_add(config.model, transformer_config, Norm)
-    module, params = layer_module(config.model, layer)
+    input_norm = IdentityOp if model.norm_placement == "post" else Norm
+    add = residual_add(model, transformer_config, Norm)
+    module, params = layer_module(model, layer)
     return ModuleSpec(
         module=module,
         params=params,
         submodules=TransformerLayerSubmodules(
             input_layernorm=input_norm,
-            self_attention=attention_spec(config, linear),
+            self_attention=attention_spec(model, plan.precision, linear),
             self_attn_bda=add,
             pre_mlp_layernorm=input_norm,
             mlp=mlp,
             mlp_bda=add,
-            sharded_state_dict_keys_map=checkpoint_keys(config.model, has_experts),
+            sharded_state_dict_keys_map=checkpoint_keys(model, has_experts),
         ),
     )
 
 
 def linear_params(
-    config: RunConfig, recipe: Optional[LinearRecipe], exchange: AmaxExchange, noise_name: str
+    precision: PrecisionConfig, recipe: Optional[LinearRecipe], exchange: AmaxExchange, noise_name: str
 ) -> dict[str, Any]:
     """Further arguments of the constructor of an emulated linear."""
-    params: dict[str, Any] = {"recipe": recipe, "amax_reduction": config.precision.fp8_amax_reduction}
+    params: dict[str, Any] = {"recipe": recipe, "amax_reduction": precision.fp8_amax_reduction}
     if recipe is not None and recipe.delayed is not None:
         params["amax_exchange"] = exchange
     if recipe is not None and recipe.is_stochastic:
@@ -425,16 +425,15 @@ def checkpoint_keys(model: ModelConfig, has_experts: bool) -> dict[str, str]:
     return dict(keys if has_experts else keys | MLP_KEYS)
 
 
-def attention_spec(config: RunConfig, linear: Callable[[str], Linear]) -> ModuleSpec:
+def attention_spec(model: ModelConfig, precision: PrecisionConfig, linear: Callable[[str], Linear]) -> ModuleSpec:
     """Build the spec of the attention of one layer.
 
     Args:
         linear: returns the linear of a name.
     """
-    model = config.model
     norm = L2Norm if model.qk_l2_norm else Norm if model.qk_layernorm else IdentityOp
     if latent_attention.is_latent(model):
-        return latent_attention_spec(model, linear, norm, torch_attention(config))
+        return latent_attention_spec(model, linear, norm, torch_attention(model, precision))
     across_heads = across_heads_norms(model)
     query_norm, key_norm = across_heads or (norm, norm)
     return ModuleSpec(
@@ -442,7 +441,7 @@ def attention_spec(config: RunConfig, linear: Callable[[str], Linear]) -> Module
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=linear("linear_qkv"),
-            core_attention=torch_attention(config),
+            core_attention=torch_attention(model, precision),
             linear_proj=linear("linear_proj"),
             q_layernorm=query_norm,
             k_layernorm=key_norm,

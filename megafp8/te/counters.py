@@ -28,9 +28,7 @@ from torch import Tensor
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, get_fp8_te_dtype
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
-from megafp8.config import precision_map
-from megafp8.config.schema import ModelConfig
-from megafp8.mcore.modules import ATTENTION, fused_mlps, named_attentions, named_linears
+from megafp8.mcore.modules import fused_mlps, named_attentions, named_linears
 from megafp8.quantization.counters import NON_FINITE, QUANTIZERS, count_amaxes, saturation_threshold
 from megafp8.recipes.base import Gemm, Operand
 from megafp8.te import patches
@@ -193,16 +191,3 @@ class AmaxCounters:
             first, second = of_linears(mlp._fused_impl[0])
             found = ((first if module is mlp.linear_fc1 else second)._quantizers or {}).get(MODES[direction], [])
         return found[index] if index < len(found) else None
-
-
-def with_attention(model: ModelConfig, linears: Sequence[str]) -> tuple[str, ...]:
-    """Add the attention of every layer to names of linears, where the forward pass has it: before `linear_proj`."""
-    names: list[str] = []
-    chosen = set(linears)
-    for name in precision_map.expert_names(model, precision_map.linear_names(model)):
-        layer, _, linear = name.rpartition(".")
-        if linear == "linear_proj":  # in high precision, too
-            names.append(f"{layer}.{ATTENTION}")
-        if name in chosen:
-            names.append(name)
-    return tuple(names)

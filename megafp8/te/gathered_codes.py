@@ -27,7 +27,7 @@ from transformer_engine.pytorch.tensor.float8_tensor import (
 )
 
 from megafp8.config import precision_map
-from megafp8.config.schema import RunConfig
+from megafp8.config.schema import ModelConfig, PrecisionConfig
 from megafp8.mcore.layer_runtime import CodesOf
 from megafp8.mcore.modules import named_linears
 from megafp8.quantization.fp8_parameter import GatheredCodes
@@ -80,9 +80,11 @@ class GatheredFloat8(GatheredCodes):
         parameter.remove_caches()
 
 
-def codes_by_linear(config: RunConfig, chunk: Any) -> tuple[Mapping[Any, CodesOf], Callable[[], bool]]:
+def codes_by_linear(
+    model: ModelConfig, precision: PrecisionConfig, chunk: Any
+) -> tuple[Mapping[Any, CodesOf], Callable[[], bool]]:
     """Makers of codes for all linears in the layers of a chunk, except those that read BF16; and `is_quantized`."""
-    chosen = precision_map.resolve(config.model, config.precision)
+    chosen = precision_map.resolve(model, precision)
     linears = [
         linear
         for name, linear in named_linears(chunk)

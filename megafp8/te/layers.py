@@ -17,14 +17,7 @@ from transformer_engine.pytorch.cpp_extensions import general_gemm
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
-from megafp8.config.rules.precision import (
-    fuses_swiglu_quantization,
-    triton_cast_recipes,
-    triton_casts_need_amax_pass,
-    uses_op_fuser,
-    uses_split_rope_kernel,
-)
-from megafp8.config.schema import RunConfig
+from megafp8.config.model_plan import ModelPlan
 from megafp8.mcore import patches as mcore_wgrad
 from megafp8.mcore.grouped_state import divide_and_join_tensors
 from megafp8.mcore.latent_attention import GivenNorms
@@ -36,40 +29,41 @@ from megafp8.te.fused_mlp import FusedMLP, ResidualLayer, SwiGLUFusedMLP
 FP8_SUB_BACKEND = 2  # NVTE_FP8 among Transformer Engine's fused attentions
 
 
-def layer_spec(config: RunConfig, has_experts: bool = False) -> ModuleSpec:
+def layer_spec(plan: ModelPlan, has_experts: bool = False) -> ModuleSpec:
     """Spec of a transformer layer on Transformer Engine; megatron-core enters the FP8 autocast around it.
 
     Args:
         has_experts: the layer has experts in place of an MLP: one grouped linear for all experts of a rank with
             --moe-grouped-gemm, else an MLP for each.
     """
+    model, kernels = plan.model, plan.kernels
     patches.install()
     if has_experts:
         divide_and_join_tensors(patches.serialize_tensors, patches.deserialize_tensors)
-    patches.cast_by_kernels(triton_cast_recipes(config))
-    is_fused = uses_op_fuser(config) and not has_experts
+    patches.cast_by_kernels(kernels.cast_recipes)
+    is_fused = kernels.has_op_fuser and not has_experts
     experts: dict[str, Any] = {}
     if has_experts:
-        experts = {"num_experts": config.model.num_experts, "moe_grouped_gemm": config.parallel.moe_grouped_gemm}
+        experts = {"num_experts": model.num_experts, "moe_grouped_gemm": plan.experts.has_grouped_linear}
     spec = get_gpt_layer_with_transformer_engine_spec(
-        qk_layernorm=config.model.qk_layernorm,
-        qk_l2_norm=config.model.qk_l2_norm,
+        qk_layernorm=model.qk_layernorm,
+        qk_l2_norm=model.qk_l2_norm,
         use_te_op_fuser=is_fused,
-        multi_latent_attention=config.model.multi_latent_attention,
+        multi_latent_attention=model.multi_latent_attention,
         **experts,
     )
-    if config.model.multi_latent_attention:
+    if model.multi_latent_attention:
         spec.submodules.self_attention.module = GivenNorms
-    if uses_split_rope_kernel(config):
-        attention = AmaxRotarySelfAttention if triton_casts_need_amax_pass(config) else RotarySelfAttention
+    if kernels.splits_rope:
+        attention = AmaxRotarySelfAttention if kernels.casts_need_amax_pass else RotarySelfAttention
         spec.submodules.self_attention.module = attention
-    if config.data.reset_attention_mask:
+    if plan.separates_documents:
         spec.submodules.self_attention.submodules.core_attention = DocumentAttention
-    if config.precision.fp8_dot_product_attention:
+    if plan.precision.fp8_dot_product_attention:
         spec.submodules.self_attention.submodules.core_attention = FP8Attention
     if is_fused:
-        mlp = SwiGLUFusedMLP if fuses_swiglu_quantization(config) else FusedMLP
-        adds_residual = config.precision.residual_norm_fusion
+        mlp = SwiGLUFusedMLP if kernels.quantizes_in_swiglu else FusedMLP
+        adds_residual = plan.precision.residual_norm_fusion
         spec.submodules.mlp = mlp_spec(mlp, mlp_submodules(spec.submodules.mlp), returns_input=adds_residual)
         if adds_residual:
             spec.module = ResidualLayer

@@ -31,7 +31,7 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from megafp8.config import precision_map
 from megafp8.config.precision_map import OUTPUT_LAYER, LinearChoice
-from megafp8.config.schema import RunConfig
+from megafp8.config.schema import ModelConfig, PrecisionConfig
 from megafp8.errors import CapabilityError
 from megafp8.mcore.modules import named_linears
 from megafp8.recipes import registry
@@ -69,11 +69,10 @@ def build_te_recipe(chosen: LinearChoice) -> Optional[te_recipe.Recipe]:
     return built
 
 
-def apply_precision_map(chunk: GPTModel, config: RunConfig) -> None:
+def apply_precision_map(chunk: GPTModel, model: ModelConfig, precision: PrecisionConfig) -> None:
     """Run the linears whose recipe differs from their layer's, and the output layer, under their own recipes."""
-    precision = config.precision
-    chosen = precision_map.resolve(config.model, precision)
-    names = precision_map.changed_linears(config.model, precision)
+    chosen = precision_map.resolve(model, precision)
+    names = precision_map.changed_linears(model, precision)
     group = parallel_state.get_amax_reduction_group(
         with_context_parallel=True, tp_only_amax_red=precision.tp_only_amax_red
     )
@@ -92,14 +91,14 @@ def apply_precision_map(chunk: GPTModel, config: RunConfig) -> None:
             linear.disable_parameter_transpose_cache = True
 
 
-def set_precision(config: RunConfig, chunks: Sequence[torch.nn.Module]) -> None:
+def set_precision(model: ModelConfig, precision: PrecisionConfig, chunks: Sequence[torch.nn.Module]) -> None:
     """Compute in the precision of a phase of `--fp8-schedule` from now on, but for linears moved to high precision.
 
     Only linears that the map of some phase changes have an attribute `own_recipe`. In the other phases the autocast of
     their layer applies.
     """
-    chosen = precision_map.resolve(config.model, config.precision)
-    changed = precision_map.changed_linears(config.model, config.precision)
+    chosen = precision_map.resolve(model, precision)
+    changed = precision_map.changed_linears(model, precision)
     for name, linear in (named for chunk in chunks for named in named_linears(chunk)):
         name = precision_map.name_of_all_experts(name)
         if not hasattr(linear, "own_recipe") or getattr(linear, "is_fallback", False):

@@ -6,7 +6,7 @@ A run loads the modules of what it uses; `layers` is that of every run.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Optional
 
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from megafp8.config import precision_map
 from megafp8.config.expert_layers import expert_layers
-from megafp8.config.schema import RunConfig
+from megafp8.config.model_plan import ModelPlan
+from megafp8.config.schema import ModelConfig, OptimizerConfig, PrecisionConfig
 from megafp8.mcore.layer_runtime import CodesByLinear, LayerRuntime, LinearCounters, Model, MultiTokenSpec
 from megafp8.mcore.multi_token import transformer_engine_spec
 from megafp8.te import layers
@@ -28,51 +29,49 @@ class TransformerEngineRuntime(LayerRuntime):
     """The mechanisms of layers on Transformer Engine.
 
     Args:
-        layer_spec: builds the spec of one layer, of the settings and whether it has experts.
+        layer_spec: builds the spec of one layer, with or without experts.
     """
 
-    def __init__(self, layer_spec: Callable[[RunConfig, bool], ModuleSpec]):
+    def __init__(self, layer_spec: Callable[[ModelPlan, bool], ModuleSpec]):
         self.layer_spec = layer_spec
 
-    def block_spec(self, config: RunConfig, core: TransformerConfig, indices: Sequence[int]) -> BlockSpec:
-        has_experts = expert_layers(config.model)
-        kinds = {kind: self.layer_spec(config, kind) for kind in set(has_experts)}
+    def block_spec(self, plan: ModelPlan, core: TransformerConfig, indices: Sequence[int]) -> BlockSpec:
+        has_experts = expert_layers(plan.model)
+        kinds = {kind: self.layer_spec(plan, kind) for kind in set(has_experts)}
         return BlockSpec([kinds[has_experts[layer]] for layer in indices], layers.norm())
 
-    def multi_token_spec(self, config: RunConfig, core: TransformerConfig, vp_stage: Optional[int]) -> MultiTokenSpec:
-        layer = self.layer_spec(config, expert_layers(config.model)[-1])
+    def multi_token_spec(self, plan: ModelPlan, core: TransformerConfig, vp_stage: Optional[int]) -> MultiTokenSpec:
+        layer = self.layer_spec(plan, expert_layers(plan.model)[-1])
         return transformer_engine_spec(core, layer, layers.norm(), vp_stage)
 
-    def finish_chunk(self, config: RunConfig, chunk: GPTModel) -> None:
-        if precision_map.with_all_phases(config.precision).precision_map:
+    def finish_chunk(self, plan: ModelPlan, chunk: GPTModel) -> None:
+        if precision_map.with_all_phases(plan.precision).precision_map:
             from megafp8.te.recipes import apply_precision_map
 
-            apply_precision_map(chunk, config)
+            apply_precision_map(chunk, plan.model, plan.precision)
 
     def fuse_wgrad_accumulation(self, chunks: Sequence[nn.Module]) -> None:
         for chunk in chunks:
             layers.fuse_wgrad_accumulation(chunk)
 
-    def writable_weights(self, config: RunConfig, chunks: list[nn.Module]) -> AbstractContextManager[None]:
+    def writable_weights(self, chunks: list[nn.Module]) -> AbstractContextManager[None]:
         """FP8 weights are quantized after their initialization."""
-        return layers.high_precision_weights(chunks) if config.precision.fp8_param_gather else nullcontext()
+        return layers.high_precision_weights(chunks)
 
-    def codes_to_gather(self, config: RunConfig, chunk: Any) -> CodesByLinear:
+    def codes_to_gather(self, model: ModelConfig, precision: PrecisionConfig, chunk: Any) -> CodesByLinear:
         from megafp8.te.gathered_codes import codes_by_linear
 
-        return codes_by_linear(config, chunk)
+        return codes_by_linear(model, precision, chunk)
 
-    def set_optimizer_state(self, config: RunConfig, optimizers: Iterable[Any]) -> None:
+    def set_optimizer_state(self, settings: OptimizerConfig, optimizers: Iterable[Any]) -> None:
         from megafp8.te.adam_weights import cast_weights_of_adam
 
         cast_weights_of_adam(optimizers)
 
-    def counters(self, config: RunConfig, linears: Sequence[str], model: Model, device: torch.device) -> LinearCounters:
-        from megafp8.te.counters import AmaxCounters, with_attention
+    def counters(self, linears: Sequence[str], chunks: Model, device: torch.device) -> LinearCounters:
+        from megafp8.te.counters import AmaxCounters
 
-        if config.precision.fp8_dot_product_attention:
-            linears = with_attention(config.model, linears)
-        return AmaxCounters(linears, model, device)
+        return AmaxCounters(linears, chunks, device)
 
     def change_linears(self, model: Model, in_high_precision: Collection[str], smoothed: Collection[str]) -> None:
         from megafp8.te.high_precision_fallback import move_to_high_precision
@@ -81,10 +80,10 @@ class TransformerEngineRuntime(LayerRuntime):
         move_to_high_precision(model, in_high_precision)
         smooth_inputs(model, smoothed)
 
-    def set_precision(self, config: RunConfig, model: Model) -> None:
+    def set_precision(self, model: ModelConfig, precision: PrecisionConfig, chunks: Model) -> None:
         from megafp8.te.recipes import set_precision
 
-        set_precision(config, model)
+        set_precision(model, precision, chunks)
 
     def delayed_state(self, chunk: Any) -> list[Tensor]:
         return layers.delayed_state(chunk)

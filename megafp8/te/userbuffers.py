@@ -9,36 +9,35 @@ from __future__ import annotations
 import os
 from typing import Any, Optional
 
-import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 from transformer_engine.pytorch.module.base import UserBufferQuantizationMode, destroy_ub, initialize_ub
 
 from megafp8.config import derived
-from megafp8.config.schema import RunConfig
+from megafp8.config.schema import ParallelConfig, PrecisionConfig, TrainingConfig
 from megafp8.errors import CapabilityError, ConfigError
 from megafp8.utils.files import UnreadableFile
 from megafp8.utils.strict_yaml import read_yaml
 
 
-def start(config: RunConfig, dtype: torch.dtype) -> None:
+def start(
+    parallel: ParallelConfig, core: TransformerConfig, num_tokens: int, modes: list[UserBufferQuantizationMode]
+) -> None:
     """Allocate the buffers; a second call replaces them. All ranks call it before the first forward pass.
+
+    Args:
+        num_tokens: of a microbatch, on all context-parallel ranks.
+        modes: of the linears, see `quantization_modes`.
 
     Raises:
         CapabilityError: the GPUs cannot write into each other's memory.
     """
-    parallel, model = config.parallel, config.model
-    assert config.data.seq_length is not None and model.hidden_size is not None
-    assert config.training.micro_batch_size is not None
-    tokens = config.data.seq_length * config.training.micro_batch_size // parallel.context_parallel_size
-    modes = [UserBufferQuantizationMode.FP8] if is_fp8(config) else []
-    if has_high_precision_layers(config):
-        modes.append(UserBufferQuantizationMode.NONE)
     destroy_ub()
     try:
         initialize_ub(
-            shape=[tokens, model.hidden_size],
-            tp_size=parallel.tensor_model_parallel_size,
+            shape=[num_tokens // core.context_parallel_size, core.hidden_size],
+            tp_size=core.tensor_model_parallel_size,
             quantization_modes=modes,
-            dtype=dtype,
+            dtype=core.params_dtype,
             ub_cfgs=read_settings(parallel.tp_comm_overlap_cfg),
             bootstrap_backend=parallel.tp_comm_bootstrap_backend,
         )
@@ -48,15 +47,13 @@ def start(config: RunConfig, dtype: torch.dtype) -> None:
         raise CapabilityError(f"--tp-comm-overlap: {reason}{fix}; or leave the flag out") from error
 
 
-def is_fp8(config: RunConfig) -> bool:
-    """Whether any linear of a layer is quantized."""
-    return derived.quantization_recipe(config.precision) is not None
-
-
-def has_high_precision_layers(config: RunConfig) -> bool:
-    """Whether any layer runs in high precision, in all steps or in some."""
-    precision, may_move = config.precision, derived.moves_linears(config.training) is not None
-    return not is_fp8(config) or precision.first_last_layers_bf16 or precision.fp8_schedule is not None or may_move
+def quantization_modes(precision: PrecisionConfig, training: TrainingConfig) -> list[UserBufferQuantizationMode]:
+    """FP8 if linears of layers are quantized, and NONE if any layer is in high precision, in all steps or in some."""
+    if derived.quantization_recipe(precision) is None:
+        return [UserBufferQuantizationMode.NONE]
+    may_move = derived.moves_linears(training) is not None
+    has_both = precision.first_last_layers_bf16 or precision.fp8_schedule is not None or may_move
+    return [UserBufferQuantizationMode.FP8, *([UserBufferQuantizationMode.NONE] if has_both else [])]
 
 
 def read_settings(path: Optional[str]) -> Optional[dict[str, Any]]:

@@ -21,6 +21,7 @@ from megafp8.checkpoint.metadata import embedding_rows, read_config
 from megafp8.checkpoint.resume_point import find_source
 from megafp8.config import derived, dimensions, precision_map
 from megafp8.config.layer_backends import EMULATED, LayerBackend
+from megafp8.config.model_plan import plan_model
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 from megafp8.data.tokenizers.build import Tokenizer, build_trained_tokenizer
@@ -229,5 +230,5 @@ def build_module(
     build_process_groups(config.model, config.parallel)
     seed_rank(config.training.seed)
     transformer_config = build_transformer_config(config, implementation, platform.kind == "cuda")
-    (module,) = build_model(config, transformer_config, implementation, vocab_size)
+    (module,) = build_model(plan_model(config), transformer_config, implementation, vocab_size)
     return module.eval()

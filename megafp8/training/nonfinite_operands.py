@@ -28,6 +28,7 @@ from megafp8.config import precision_map
 from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.schema import RunConfig
 from megafp8.mcore.layer_runtime import LinearCounters
+from megafp8.mcore.modules import with_attention
 from megafp8.metrics.records import OperandCounts
 from megafp8.models.grouped_moe import named_mixtures
 from megafp8.models.layer_runtime import layer_runtime
@@ -177,7 +178,9 @@ def build_operand_monitor(
     if not precision_map.is_quantized(config.precision):
         return OperandCounter()
     linears = precision_map.linears_with_statistics(config.model, config.precision)
-    counters = layer_runtime(implementation).counters(config, linears, unwrap_model(list(chunks)), device)
+    if config.precision.fp8_dot_product_attention:  # on Transformer Engine
+        linears = with_attention(config.model, linears)
+    counters = layer_runtime(implementation).counters(linears, unwrap_model(list(chunks)), device)
     return OperandMonitor(counters, chunks)
 
 

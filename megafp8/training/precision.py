@@ -76,7 +76,7 @@ class PrecisionPhases:
         model = unwrap_model(self.chunks)
         for chunk in model:
             grouped_moe.set_precision(chunk, quantized)
-        layer_runtime(self.implementation).set_precision(config, model)
+        layer_runtime(self.implementation).set_precision(config.model, config.precision, model)
         return True
 
 

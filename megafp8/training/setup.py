@@ -8,6 +8,8 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megafp8.checkpoint.progress import TrainingState
@@ -15,25 +17,30 @@ from megafp8.checkpoint.state_dict import chained_optimizers
 from megafp8.config import derived, dimensions, iterations, multi_token
 from megafp8.config.data_phases import first_samples
 from megafp8.config.layer_backends import LayerBackend
+from megafp8.config.model_plan import plan_model
 from megafp8.config.schema import RunConfig
 from megafp8.data.datasets import build_datasets
 from megafp8.data.task_files import load_tasks, truncations
 from megafp8.data.tokenizers.build import build_tokenizer
 from megafp8.device.platform import Platform, init_distributed, local_rank, set_num_threads
 from megafp8.errors import ConfigError
-from megafp8.mcore.config import build_transformer_config
+from megafp8.fsdp.runtime import FsdpRuntime
+from megafp8.mcore.config import build_optimizer_config, build_transformer_config
+from megafp8.mcore.mixture_patches import gather_weights_once
 from megafp8.mcore.process_groups import build_process_groups, seed_rank
 from megafp8.metrics.timers import StepTimer
-from megafp8.models.builder import add_gradient_buffers, build_model, build_optimizer
+from megafp8.models.builder import build_model
 from megafp8.models.grouped_moe import grouped_weights
 from megafp8.models.layer_runtime import layer_runtime
 from megafp8.models.loss import DocumentRoom
 from megafp8.optimizer import fused_adam
-from megafp8.optimizer.data_parallel import runtime_of
+from megafp8.optimizer.build import build
+from megafp8.optimizer.data_parallel import DDP, runtime_of
 from megafp8.optimizer.gradient_communication import WgradOverwrite
 from megafp8.optimizer.schedules import build_schedule
 from megafp8.optimizer.skip_update import SkipUpdateOptimizer
 from megafp8.optimizer.weight_ema import WeightEma
+from megafp8.quantization.fp8_parameter import quantize_assigned_weights
 from megafp8.training.cuda_graph import build_step_graph, check_graph_optimizer, side_stream
 from megafp8.training.run import Run
 from megafp8.training.step_parts import (
@@ -143,11 +150,15 @@ def build_training_state(
     Raises:
         ConfigError: `--cuda-graph-impl` with an optimizer that waits for the device.
     """
-    model = build_model(config, transformer_config, implementation, vocab_size)
+    if config.parallel.tp_comm_overlap:
+        start_userbuffers(config, transformer_config)
+    model = build_model(plan_model(config), transformer_config, implementation, vocab_size)
+    layers = layer_runtime(implementation)
+    data_parallel = FsdpRuntime() if config.parallel.shards_weights else DDP
     with side_stream() if derived.uses_cuda_graph(config) else nullcontext():
-        chunks = add_gradient_buffers(config, transformer_config, implementation, model)
+        chunks = data_parallel.wrap(config, transformer_config, layers, model)
     optimizer = build_optimizer(config, transformer_config, implementation, chunks)
-    layer_runtime(implementation).set_optimizer_state(config, chained_optimizers(optimizer))
+    layers.set_optimizer_state(config.optimizer, chained_optimizers(optimizer))
     problem = fused_adam.problem(config, platform.kind == "cuda")
     check_graph_optimizer(config, problem)
     if problem is None:
@@ -160,6 +171,38 @@ def build_training_state(
     if settings.ema_decay is not None:
         ema = WeightEma(optimizer, chunks, settings.ema_decay, settings.ema_interval, settings.ema_dtype)
     return TrainingState(chunks, optimizer, build_schedule(config, optimizer, world_size), weight_ema=ema)
+
+
+def start_userbuffers(config: RunConfig, transformer_config: TransformerConfig) -> None:
+    """Allocate the buffers of `--tp-comm-overlap`."""
+    from megafp8.te import userbuffers  # needs Transformer Engine
+
+    length, micro_batch_size = config.data.seq_length, config.training.micro_batch_size
+    assert length is not None and micro_batch_size is not None
+    modes = userbuffers.quantization_modes(config.precision, config.training)
+    userbuffers.start(config.parallel, transformer_config, length * micro_batch_size, modes)
+
+
+def build_optimizer(
+    config: RunConfig, transformer_config: TransformerConfig, implementation: LayerBackend, chunks: list[Any]
+) -> MegatronOptimizer:
+    """Build the optimizer, and set the functions that megatron-core's pipeline schedules call."""
+    core_config = build_optimizer_config(config, implementation)
+    optimizer = build(config, core_config, chunks)
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    gather_weights_once(parts)
+    runtime_of(chunks[0]).finish_optimizers(parts)
+    quantize_assigned_weights(chunks)  # after the master weights are copied
+    transformer_config.grad_scale_func = optimizer.scale_loss
+    transformer_config.finalize_model_grads_func = finalize_model_grads  # the fused Adam replaces it
+    is_interleaved = len(chunks) > 1
+    parallel = config.parallel
+    transformer_config.no_sync_func = [chunk.no_sync for chunk in chunks] if is_interleaved else chunks[0].no_sync
+    if is_interleaved and parallel.overlap_grad_reduce:
+        transformer_config.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
+    if is_interleaved and parallel.overlap_param_gather:
+        transformer_config.param_sync_func = [chunk.start_param_sync for chunk in chunks]
+    return optimizer
 
 
 def build_gradient_buffers(config: RunConfig, training_state: TrainingState, implementation: LayerBackend) -> StepPart:

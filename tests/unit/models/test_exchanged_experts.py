@@ -19,6 +19,7 @@ from torch import Tensor
 
 interpreter.skip_without_kernels()
 
+from megafp8.config.model_plan import plan_model
 from megafp8.models import layer_specs
 from megafp8.models.grouped_moe import ExchangedExperts
 from megafp8.recipes import registry
@@ -95,7 +96,7 @@ def curve(is_stacked: bool, flags: str = "", num_ranks: int = 2, dispatcher: str
         original = layer_specs.mixture_spec
 
         def mixture_spec(*args: Any) -> ModuleSpec:
-            return layer_specs.grouped_mixture_spec(original(*args).submodules, config)
+            return layer_specs.grouped_mixture_spec(original(*args).submodules, plan_model(config))
 
         layer_specs.mixture_spec = mixture_spec
     return curve_of(config, 3)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megafp8.config import flags
+from megafp8.config.model_plan import plan_model
 from megafp8.mcore.modules import mlp_submodules
 from megafp8.models import layer_specs
 from megafp8.models.dispatch import DispatchingLayer
@@ -34,9 +35,11 @@ RANKS = "--expert-model-parallel-size 2 --moe-token-dispatcher-type"
 def test_experts_of_emulated_layers(extra: str, on_cuda: bool, layer: type, experts: type) -> None:
     config = flags.parse(f"{ROWWISE} {extra}".split()).config
     here: Any = SimpleNamespace(use_cpu_initialization=not on_cuda)
-    names = [name for name in layer_specs.linear_recipes(config) if name.startswith("layers.0.")]
-    recipes = {name.removeprefix("layers.0."): layer_specs.linear_recipes(config)[name] for name in names}
-    spec = layer_specs.layer_spec(config, here, 0, recipes, AmaxExchange(), may_stack_experts=True).submodules.mlp
+    everywhere = layer_specs.linear_recipes(config.model, config.precision)
+    recipes = {name[len("layers.0.") :]: everywhere[name] for name in everywhere if name.startswith("layers.0.")}
+    spec = layer_specs.layer_spec(
+        plan_model(config), here, 0, recipes, AmaxExchange(), may_stack_experts=True
+    ).submodules.mlp
     assert spec.module is layer
     found = mlp_submodules(spec).experts
     assert found.module is experts

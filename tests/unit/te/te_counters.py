@@ -124,7 +124,7 @@ counters.named_attentions = lambda chunk: [("layers.0.attention", attention), ("
 counters.named_linears = lambda chunk: zip(NAMES, (mlp.linear_fc1, mlp.linear_fc2), strict=True)
 model = "--num-layers 2 --hidden-size 256 --num-attention-heads 2 --bf16 --fp8-format hybrid"
 config = flags.parse(f"{model} --fp8-dot-product-attention".split()).config
-rows = counters.with_attention(config.model, NAMES)  # as with the other linears in high precision
+rows = nonfinite_operands.with_attention(config.model, NAMES)  # as with the other linears in high precision
 assert rows == ("layers.0.attention", *NAMES, "layers.1.attention"), rows
 monitor = OperandMonitor(counters.AmaxCounters(rows[:3], [mlp], torch.device("cpu")), [mlp])
 monitor.reset()

@@ -21,7 +21,7 @@ from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer, Float8Tensor
 from transformer_engine.pytorch.tensor.storage import float8_tensor_storage
 
-from megafp8.config.schema import ModelConfig, PrecisionConfig, RunConfig
+from megafp8.config.schema import ModelConfig, PrecisionConfig
 from megafp8.fsdp import runtime
 from megafp8.fsdp.gradients import CountedGather
 from megafp8.quantization.rounding import CODE_DTYPES
@@ -150,7 +150,7 @@ def trained(gathers_codes, recipe, reshards, recomputes=False):
     with mock.patch("torch.cuda.is_available", lambda: True):
         chunk = Chunk(recipe, reshards, recomputes)
     if gathers_codes:
-        runtime.give_codes(chunk, *gathered_codes.codes_by_linear(CONFIG, chunk))
+        runtime.give_codes(chunk, *gathered_codes.codes_by_linear(MODEL, PRECISION, chunk))
     traffic, found = CountedGather([chunk]), []
     random = torch.Generator().manual_seed(dist.get_rank())
     for _step in range(STEPS):
@@ -182,12 +182,10 @@ def trained(gathers_codes, recipe, reshards, recomputes=False):
 # The layers of `Chunk` are the inner two of four. The other two are in BF16.
 NAMES = [f"layers.{layer}.linear_{linear}" for layer in (1, 2) for linear in ("fc1", "fc2")]
 gathered_codes.named_linears = lambda chunk: [*zip(NAMES, chunk.linears, strict=True), ("layers.0.linear_fc1", None)]
-CONFIG = RunConfig(
-    model=ModelConfig(num_layers=4),
-    precision=PrecisionConfig(
-        bf16=True, fp8_format="hybrid", fp8_recipe="tensorwise", fp8_param_gather=True, first_last_layers_bf16=True,
-        num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=1,
-    ),
+MODEL = ModelConfig(num_layers=4)
+PRECISION = PrecisionConfig(
+    bf16=True, fp8_format="hybrid", fp8_recipe="tensorwise", fp8_param_gather=True, first_last_layers_bf16=True,
+    num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=1,
 )  # fmt: skip
 PLAIN = Float8CurrentScaling(fp8_format=Format.HYBRID)
 POWERS = Float8CurrentScaling(fp8_format=Format.E4M3)

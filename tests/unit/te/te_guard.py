@@ -42,7 +42,8 @@ for fuser, is_refused in (("--use-transformer-engine-op-fuser", True), ("--no-us
     assert any("fused MLP shows no infinite amax" in problem for problem in found) is is_refused, found
 
 for policy, has_both in (("warn", False), ("bf16-layer", True)):  # communication with and without FP8
-    assert userbuffers.has_high_precision_layers(flags.parse(f"{RUN} --fp8-guard {policy}".split()).config) is has_both
+    guarded = flags.parse(f"{RUN} --fp8-guard {policy}".split()).config
+    assert len(userbuffers.quantization_modes(guarded.precision, guarded.training)) == 1 + has_both
 
 mlp = small_mlp()
 guard.named_linears = lambda chunk: [("layers.0.linear_fc1", mlp.linear_fc1), ("layers.0.linear_fc2", mlp.linear_fc2)]

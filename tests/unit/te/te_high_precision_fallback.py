@@ -16,7 +16,7 @@ from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScalin
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from megafp8.config import precision_schedule
-from megafp8.config.schema import ModelConfig, PrecisionConfig, RunConfig
+from megafp8.config.schema import ModelConfig, PrecisionConfig
 from megafp8.models.grouped_moe import GroupedExperts
 from megafp8.te import counters, layers, patches, quantizers, recipes
 from megafp8.te.counters import AmaxCounters
@@ -183,11 +183,10 @@ for is_moved in (False, True):
     chunk.post_process = False
     split(chunk.layer.mlp)
     recipes.named_linears = lambda chunk: zip(NAMES, chunk.linears, strict=True)
-    apply_precision_map(chunk, RunConfig(model=model, precision=phases))
+    apply_precision_map(chunk, model, phases)
     quantized = []
     for step in (1, 2, 1):
-        config = RunConfig(model=model, precision=precision_schedule.precision_at(phases, step))
-        set_precision(config, [chunk])
+        set_precision(model, precision_schedule.precision_at(phases, step), [chunk])
         if is_moved:
             move_to_high_precision([chunk], [NAMES[0]])
         quantized.append(chunk.step(TENSORWISE))

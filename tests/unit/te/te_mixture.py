@@ -10,6 +10,7 @@ from transformer_engine.common.recipe import DelayedScaling
 
 from megafp8.config import flags
 from megafp8.config.layer_backends import TRANSFORMER_ENGINE
+from megafp8.config.model_plan import plan_model
 from megafp8.mcore.modules import mlp_submodules
 from megafp8.models import grouped_moe
 from megafp8.models.grouped_moe import ExchangedExperts, GroupedExperts, GroupedMoELayer
@@ -26,7 +27,7 @@ RUN = (
 
 def mixture(extra: str) -> object:
     """The entry `mlp` of a layer with experts."""
-    return te_layer_spec(flags.parse(f"{RUN} {extra}".split()).config, has_experts=True).submodules.mlp
+    return te_layer_spec(plan_model(flags.parse(f"{RUN} {extra}".split()).config), has_experts=True).submodules.mlp
 
 
 for extra in ("--moe-expert-kernels te", "--fp8-format hybrid --fp8-recipe delayed --moe-expert-kernels te"):

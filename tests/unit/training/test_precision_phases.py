@@ -15,7 +15,7 @@ SCHEDULE = "bf16:2,fp8:4,fp8[layers.1.*=bf16]"
 
 def test_the_format_is_that_of_the_phase_whatever_the_model_was_in_before(monkeypatch: pytest.MonkeyPatch) -> None:
     entered = []
-    runtime = SimpleNamespace(set_precision=lambda config, model: entered.append(config.precision.precision_map))
+    runtime = SimpleNamespace(set_precision=lambda model, precision, chunks: entered.append(precision.precision_map))
     monkeypatch.setattr(precision, "layer_runtime", lambda implementation: runtime)
     config = RunConfig(
         model=ModelConfig(num_layers=2),
