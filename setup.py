@@ -62,6 +62,7 @@ setup(
         "packaging",  # comparison of megatron-core's versions
         "numpy",
         "PyYAML",  # job files of the launchers, precision maps
+        "pydantic>=2.12",  # records, checkpoints\' manifests and other files that are read back
         "psutil",  # megatron-core needs it to save a checkpoint, and does not say so
         "sentencepiece",
         "tensorboard",

@@ -28,7 +28,7 @@ import importlib.util, sys
 import torch
 names = (
     "transformer_engine", "megatron.core", "yaml", "psutil", "sentencepiece", "tensorboard", "google_crc32c", "matplotlib",
-    "scipy", "jinja2", "tqdm"
+    "scipy", "jinja2", "tqdm", "pydantic"
 )
 sys.exit(not (torch.cuda.is_available() and all(importlib.util.find_spec(name) for name in names)))
 PYTHON

@@ -9,7 +9,7 @@ from typing import Optional, Union
 from megafp8.analysis import plot_comparison, tables
 from megafp8.analysis.compare import BOUND_FRACTION, WARMUP_STEPS, Comparison, compare_runs, find_baseline
 from megafp8.analysis.findings import headline
-from megafp8.analysis.html import PageSection, page_figure, render, standalone_svg, to_svg, write_files
+from megafp8.analysis.html import PageSection, page_figure, render, standalone_svg, write_files
 from megafp8.analysis.pairing import group_runs, is_control, pairs_of, recipe_of
 from megafp8.analysis.percent import percent
 from megafp8.analysis.plot_comparison import GIB, DrawnRecipe, color_of, plot_loss_curves
@@ -56,11 +56,9 @@ def render_page(comparison: Comparison, runs: Sequence[LoadedRun], *, title: str
             PageSection(title=equal_loss.title, table=equal_loss, notes=[tables.equal_loss_note(comparison)])
         )
     return render(
-        "page.html.jinja",
         title=title,
         headline=headline(comparison),
         conditions=conditions(recipes[0].runs[0], comparison),
-        warnings=(),
         sections=sections,
         facts=facts(recipes[0].runs[0]),
         baseline=comparison.baseline,
@@ -257,7 +255,7 @@ def publish_comparison(
         contents |= {"runs.csv": tables.runs_csv(comparison), "steps.csv": tables.steps_csv(runs)}
     if comparison.has_gaps:
         gaps = plot_comparison.plot_gaps(comparison, table_colors(comparison, recipes))
-        contents["gaps.svg"] = standalone_svg(to_svg(gaps, "gaps of the validation loss"))
+        contents["gaps.svg"] = standalone_svg(gaps, "gaps of the validation loss")
     picture = plot_loss_curves(recipes, folder / "loss_curves.png", title)
     return comparison, [*write_files(folder, contents), picture]
 

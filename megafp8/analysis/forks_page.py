@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from megafp8.analysis.comparison_page import facts, run_warnings
 from megafp8.analysis.forks import COSTS, DIVERGED, GAINS, NOISE, ForkCost, ForkReport, is_found, read_forks
-from megafp8.analysis.html import PageSection, page_figure, render, standalone_svg, to_svg, write_files
+from megafp8.analysis.html import PageSection, page_figure, render, standalone_svg, write_files
 from megafp8.analysis.percent import signed, signed_interval
 from megafp8.analysis.plot_comparison import UPRIGHT_GAP_LABEL, WIDTH_INCHES, add_legend, color_of
 from megafp8.analysis.plotting import INK, PAGE_STYLE, new_figure, plot_style
@@ -45,7 +45,7 @@ def publish_forks(folder: Path) -> tuple[ForkReport, list[Path]]:
     report = read_forks(folder)
     contents = {
         "forks.html": render_page(report), "forks.md": to_markdown(report), "forks.json": to_json(report),
-        "forks.csv": to_csv(report), "forks.svg": standalone_svg(to_svg(plot_costs(report), TITLE)),
+        "forks.csv": to_csv(report), "forks.svg": standalone_svg(plot_costs(report), TITLE),
     }  # fmt: skip
     return report, write_files(folder / "report", contents)
 
@@ -152,8 +152,8 @@ def render_page(report: ForkReport) -> str:
     course = PageSection(title="Course", figures=[page_figure("Cost after the fork", plot_costs(report), caption)])
     sections = [verdicts, course, *([controls_section(report)] if report.controls else [])]
     return render(
-        "page.html.jinja", title=TITLE, headline=" ".join(sentences(report)), conditions=conditions(report),
-        warnings=(), sections=sections, facts=facts(report.info),
+        title=TITLE, headline=" ".join(sentences(report)), conditions=conditions(report), sections=sections,
+        facts=facts(report.info),
     )  # fmt: skip
 
 

@@ -60,15 +60,15 @@ class PageSection:
     figures: Sequence[PageFigure] = ()
 
 
-def render(template: str, **content: Any) -> str:
-    """Render a template of this folder. Text is escaped; an undefined name is an error."""
+def render(**content: Any) -> str:
+    """The HTML of a page. Text is escaped; an undefined name is an error."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
-    return environment.get_template(template).render(**content)
+    return environment.get_template("page.html.jinja").render(**content)
 
 
 def page_figure(title: str, figure: Figure, caption: str) -> PageFigure:
@@ -108,7 +108,7 @@ def to_svg(figure: Figure, name: str) -> str:
     return svg.replace("<svg ", f'<svg role="img" aria-label="{escape(name)}" ', 1)
 
 
-def standalone_svg(svg: str) -> str:
-    """The content of an SVG file, in light colours, for use outside a page."""
-    colored = svg.replace("var(--ink)", "#212529").replace("var(--grid)", "#dee2e6")
+def standalone_svg(figure: Figure, name: str) -> str:
+    """The content of an SVG file, in light colours, for use outside a page; arguments as of `to_svg`."""
+    colored = to_svg(figure, name).replace("var(--ink)", "#212529").replace("var(--grid)", "#dee2e6")
     return colored.replace("<svg ", '<svg style="background: white" ', 1) + "\n"

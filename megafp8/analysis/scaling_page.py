@@ -238,7 +238,7 @@ def publish_study(
         picture, figure = PICTURE_FILE, plot_laws(report)
     contents = {
         "report.html": render_page(report), "report.md": scaling_report.to_markdown(report, picture),
-        picture: standalone_svg(to_svg(figure, scaling_report.alt_text(report))), "report.json": report.to_json(),
+        picture: standalone_svg(figure, scaling_report.alt_text(report)), "report.json": report.to_json(),
         POINTS_FILE: points.to_json(),
     }  # fmt: skip
     if report.is_sweep:
@@ -276,7 +276,6 @@ def render_page(report: ScalingReport) -> str:
             sections.append(PageSection(title=title, figures=[picture]))
     sections += [PageSection(title=each.title, table=each, notes=[each.note]) for each in scaling_report.tables(report)]
     return render(
-        "page.html.jinja",
         title=scaling_report.title(report),
         headline=scaling_report.headline(report),
         conditions=scaling_report.conditions(report),

@@ -52,7 +52,6 @@ def render_page(report: SuiteReport) -> str:
     device = "" if not loaded else f", {loaded[0].info.world_size} x {loaded[0].info.device_name}"
     unfinished = f"without a result: {'; '.join(report.problems[:5])}"
     return render(
-        "page.html.jinja",
         title=TITLE,
         headline=headline(report),
         conditions=f"{model}size {report.info['size']}{seeds}{device}",

@@ -24,6 +24,7 @@ from megafp8.errors import DataError
 from megafp8.metrics.records import RECORDS_FILE, TaskScores
 from megafp8.resilience.run_state import current_state
 from megafp8.utils.files import UnreadableFile
+from megafp8.utils.plain_data import from_plain
 from megafp8.utils.strict_json import read_json
 
 STUDY_FILE = "study.json"
@@ -241,14 +242,9 @@ def read_points(path: Path) -> StudyPoints:
         DataError: the file is something else.
     """
     try:
-        plain = read_json(path)
-        points = tuple(
-            Point(**point | {"tasks": {name: TaskScores(**each) for name, each in point.get("tasks", {}).items()}})
-            for point in plain["points"]
-        )
-        return StudyPoints(name=plain["name"], points=points, missing=tuple(plain["missing"]))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DataError(f"{path}: not the {POINTS_FILE} of a report: {error}") from None
+        return from_plain(StudyPoints, read_json(path))
+    except UnreadableFile as error:
+        raise DataError(f"{path}: not the {POINTS_FILE} of a report: {error.reason}") from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,7 @@ from megafp8.config.topology import model_parallel_size
 from megafp8.data.sample_hash import SampleHash, SampleHashChain
 from megafp8.device.collective_errors import call_on_rank_0
 from megafp8.errors import CheckpointError
+from megafp8.utils.plain_data import from_plain
 
 NULL_TOKENIZER, BATCH_FLAG = "NullTokenizer", "--global-batch-size"
 # Fields of megatron-core's scheduler state, with the flags that set them. Steps are counted in samples.
@@ -209,7 +210,7 @@ def check_sample_order(path: Path, chain: SampleHashChain, is_overridden: bool) 
     saved = load_common_state(path).get("samples")
     if saved is None:
         return ("it has no record of its training samples, so the sample order of this run cannot be checked",)
-    before = SampleHash.from_plain(saved)
+    before = from_plain(SampleHash, saved, "samples")
     if before.num_samples > len(chain):
         return ()  # the checkpoint is past the end of this run, which reads no samples
     now = call_on_rank_0(lambda: chain.record(before.num_samples))

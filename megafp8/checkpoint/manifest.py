@@ -19,6 +19,7 @@ from megafp8.errors import CheckpointError, causes
 from megafp8.utils.files import LIST_BYTES, UnreadableFile, atomic_write, file_sha256, read_bytes, sync_file
 from megafp8.utils.formatting import utc_now
 from megafp8.utils.memory import cause
+from megafp8.utils.plain_data import from_plain
 from megafp8.utils.strict_json import parse_json
 
 MANIFEST = "manifest.json"
@@ -107,11 +108,10 @@ def read_manifest(folder: Path) -> Manifest:
             f"(megafp8 checkpoint seal {folder} creates one from the existing files)"
         ) from error
     try:
-        manifest = _decode(parse_json(content))
-        is_as_written = _encode(manifest) == content
-    except (ValueError, TypeError, KeyError, AttributeError):
-        is_as_written = False
-    if not is_as_written:
+        manifest = from_plain(Manifest, parse_json(content), ignores_unknown=True)
+    except UnreadableFile as error:
+        raise CheckpointError(f"{MANIFEST} is damaged: {error.reason}") from error
+    if _encode(manifest) != content:
         raise CheckpointError(f"{MANIFEST} is damaged")
     return manifest
 
@@ -217,14 +217,3 @@ def _plain(manifest: Manifest) -> dict[str, Any]:
 def _encode(manifest: Manifest) -> bytes:
     content = _plain(manifest) | {"sha256": content_sha256(manifest)}
     return (json.dumps(content, indent=1, sort_keys=True) + "\n").encode()
-
-
-def _decode(content: dict[str, Any]) -> Manifest:
-    return Manifest(
-        step=content["step"],
-        consumed_samples=content["consumed_samples"],
-        layout=tuple(content["layout"]),
-        saved_at=content["saved_at"],
-        files={name: FileEntry(**entry) for name, entry in content["files"].items()},
-        merged=content.get("merged"),
-    )

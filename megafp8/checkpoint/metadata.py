@@ -29,6 +29,7 @@ from megafp8.config.schema import RunConfig
 from megafp8.data.sample_hash import SampleHash
 from megafp8.device.collective_errors import error_text, raise_no_memory, raise_peer_lost
 from megafp8.errors import CheckpointError, PeerLost
+from megafp8.utils.plain_data import from_plain
 
 OPTIMIZER_PREFIX = "optimizer."
 # Substrings of keys of extra layer state (scales, amax histories): Transformer Engine's and the emulated layers'.
@@ -44,6 +45,9 @@ PLAIN_FORMS: dict[str, Any] = {
     "schedule": dict, "grad_factor": (int, float), "origin": (str, NoneType), "local_scales": (list, tuple, NoneType),
     "gradient_residual_places": (dict, NoneType),
 }  # fmt: skip
+
+# A history of every version has them. Their defaults are those of a new run.
+HISTORY_FIELDS = {"skipped", "num_in_row", "num_rollbacks", "window"}
 
 
 def read_config(path: Path) -> RunConfig:
@@ -75,7 +79,7 @@ def check_form(common: dict[str, Any]) -> None:
     skip_history(common)
     extension_states(common)
     if common.get("samples") is not None:
-        SampleHash.from_plain(common["samples"])
+        from_plain(SampleHash, common["samples"], "samples")
     counts = (common["step"], common["consumed_samples"], *common["layout"])
     if any(type(count) is not int or count < 0 for count in counts):
         raise ValueError(f"step, samples and layout are {counts}, not numbers of 0 or more")
@@ -121,7 +125,11 @@ def check_readable(path: Path) -> None:
 
 def skip_history(common: dict[str, Any]) -> SkipHistory:
     """Return the skip-update history in a checkpoint's plain values; empty for older checkpoints."""
-    return SkipHistory.from_plain(common["history"]) if "history" in common else SkipHistory()
+    if "history" not in common:
+        return SkipHistory()
+    if missing := HISTORY_FIELDS - common["history"].keys():
+        raise ValueError(f"history lacks {', '.join(sorted(missing))}")
+    return from_plain(SkipHistory, common["history"], "history", ignores_unknown=True)
 
 
 def extension_states(common: dict[str, Any]) -> dict[str, dict[str, Any]]:

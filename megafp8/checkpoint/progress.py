@@ -108,20 +108,8 @@ class SkipHistory:
         return "; ".join(parts)
 
     def plain(self) -> dict[str, Any]:
-        """Return plain values for `from_plain`."""
+        """Return plain values for `utils.plain_data.from_plain`."""
         return {**asdict(self), **dict.fromkeys(FORMER_FIELDS, ())}
-
-    @classmethod
-    def from_plain(cls, values: Mapping[str, Any]) -> SkipHistory:
-        """Build the history from the values of `plain`."""
-        return cls(
-            skipped=tuple(SkippedSamples(**samples) for samples in values["skipped"]),
-            num_in_row=values["num_in_row"],
-            num_rollbacks=values["num_rollbacks"],
-            window=tuple((loss, norm) for loss, norm in values["window"]),
-            num_overflows=values.get("num_overflows", 0),  # older checkpoints lack it, and the next ones
-            moved_linears=tuple(HighPrecisionFallback(**linear) for linear in values.get("moved_linears", ())),
-        )
 
 
 @dataclass(frozen=True)

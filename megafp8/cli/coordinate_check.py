@@ -146,7 +146,7 @@ def main(argv: Sequence[str]) -> int:
     """Measure, write the table and the pictures, and return the exit status."""
     options = build_parser().parse_args(argv)
     from megafp8.analysis import coordinates
-    from megafp8.analysis.html import standalone_svg, to_svg
+    from megafp8.analysis.html import standalone_svg
     from megafp8.analysis.tables import to_csv
 
     models, rows = plan(options), list[coordinates.Coordinate]()
@@ -166,6 +166,6 @@ def main(argv: Sequence[str]) -> int:
     for recipe in dict.fromkeys(row.recipe for row in rows):
         path = options.output_dir / f"{recipe}.svg"
         figure = coordinates.plot_coordinates(rows, recipe)
-        atomic_write_text(path, standalone_svg(to_svg(figure, f"Activations of widths in {recipe}")))
+        atomic_write_text(path, standalone_svg(figure, f"Activations of widths in {recipe}"))
         log(f"wrote {path}")
     return 0

@@ -65,7 +65,7 @@ class SampleHash:
     packing: str = CUT
 
     def plain(self) -> dict[str, Any]:
-        """Return plain values, which `from_plain` takes.
+        """Return plain values, which `utils.plain_data.from_plain` takes.
 
         Without phases and packing they are those of versions without them.
         """
@@ -76,11 +76,6 @@ class SampleHash:
             if not source["first_sample"]:
                 del source["first_sample"]
         return values
-
-    @classmethod
-    def from_plain(cls, values: dict[str, Any]) -> SampleHash:
-        """Return the object of `plain`."""
-        return cls(**{**values, "sources": tuple(ShardSource(**source) for source in values["sources"])})
 
     def differences(self, other: SampleHash) -> list[str]:
         """Describe how the origin of the other samples differs, one line each; empty if only the order differs.

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Optional
 
+from megafp8.utils.plain_data import Float
+
 COLLAPSED_FRACTION = 0.9
 """Of the way from equal loads to those of tokens that all pass the same experts."""
 NUM_LASTING = 2  # records in a row
@@ -23,22 +25,22 @@ class LayerLoad:
     Loads are those that the router chose, before a capacity drops assignments.
     """
 
-    max_to_mean: float
+    max_to_mean: Float
     """Tokens of the expert with the most, over the mean; 1 is balanced."""
-    variation: float
+    variation: Float
     """Standard deviation of the experts' tokens over their mean."""
     num_idle: int
     """Experts without tokens."""
-    dropped_fraction: float
+    dropped_fraction: Float
     """Of the assignments of tokens to experts, those above a capacity."""
-    entropy_fraction: float
+    entropy_fraction: Float
     """Mean entropy of the softmax of a token's logits, over the largest possible one."""
-    bias_min: Optional[float] = None
+    bias_min: Optional[Float] = None
     """Smallest bias of an expert; None without --moe-router-enable-expert-bias."""
-    bias_max: Optional[float] = None
+    bias_max: Optional[Float] = None
     busiest_expert: Optional[int] = None
     """The number of the expert with the most tokens; None in records of earlier versions."""
-    padded_fraction: Optional[float] = None
+    padded_fraction: Optional[Float] = None
     """Of the rows that experts multiply, those without an assigned token; None on Transformer Engine's experts."""
     dispatch_bytes: Optional[int] = None
     """Bytes of tokens that all ranks together received from other expert-parallel ranks in the forward passes; None
@@ -47,7 +49,7 @@ class LayerLoad:
     """The numbers of the experts without tokens; empty in records of earlier versions."""
     num_assignments: Optional[int] = None
     """Tokens of all experts together; None in records of earlier versions."""
-    topk_fraction: Optional[float] = None
+    topk_fraction: Optional[Float] = None
     """Of the assignments, those to the k busiest experts, where a token has k; None in records of earlier versions."""
 
 

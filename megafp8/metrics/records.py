@@ -13,7 +13,6 @@ which has no schema here, they stay strings.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 import re
@@ -26,6 +25,7 @@ from megafp8.errors import DataError
 from megafp8.metrics.expert_load import ExpertRecord
 from megafp8.utils.files import UnreadableFile
 from megafp8.utils.formatting import utc_now
+from megafp8.utils.plain_data import Float, from_plain
 from megafp8.utils.strict_json import parse_json
 
 RECORDS_FILE = "records.jsonl"
@@ -57,13 +57,13 @@ class RunRecord:
     """CPU threads of each rank. On a CPU the last bits of results depend on it."""
     precision_map: dict[str, str] = field(default_factory=dict)
     """Under a precision map, the resolved recipes by linear and layers; empty if all linears have the same."""
-    peak_flops: Optional[dict[str, float]] = None
+    peak_flops: Optional[dict[str, Float]] = None
     """Dense peak FLOP/s of one device by dtype; None for an unknown device."""
     peak_source: Optional[str] = None
     mfu_dtype: Optional[str] = None
     """The dtype whose peak is the denominator of `StepRecord.mfu_fraction`."""
     num_parameters: Optional[int] = None
-    flops_per_token: Optional[float] = None
+    flops_per_token: Optional[Float] = None
     """Model FLOPs of one token, forward and backward."""
     fresh_tokens: Optional[int] = None
     """Training tokens before a document is read again; None without training data, and with phases of data."""
@@ -95,37 +95,37 @@ class StepRecord:
     """Counted from 1: the number of steps done after this one."""
     consumed_samples: int
     consumed_tokens: int
-    loss: float
+    loss: Float
     """Mean over the tokens of the global batch, in nats."""
-    learning_rate: float
-    step_ms: float
+    learning_rate: Float
+    step_ms: Float
     """From the end of the previous step to the end of this one, without `between_ms`; of the first step of a process,
     from its start. Work on the records of the previous step is part of it. Earlier versions left out what the host did
     between two steps."""
-    tokens_per_second: float
+    tokens_per_second: Float
     global_batch_size: Optional[int] = None
     """Sequences of the step; None in records of earlier versions."""
-    document_squares: Optional[float] = None
+    document_squares: Optional[Float] = None
     """Sum of the squared lengths of all documents of the step, with `--reset-attention-mask`: over the tokens it is the
     length of a token's document, which replaces the sequence length in `model_tflops_per_device`."""
-    mtp_losses: Optional[tuple[float, ...]] = None
+    mtp_losses: Optional[tuple[Float, ...]] = None
     """Mean loss of each depth of multi-token prediction, in nats and without its factor; None without it."""
-    grad_norm: Optional[float] = None
+    grad_norm: Optional[Float] = None
     """Global norm before clipping."""
-    clip_factor: Optional[float] = None
+    clip_factor: Optional[Float] = None
     """What clipping multiplied the gradients with; None in skipped steps and in records of earlier versions."""
-    model_tflops_per_device: Optional[float] = None
-    mfu_fraction: Optional[float] = None
+    model_tflops_per_device: Optional[Float] = None
+    mfu_fraction: Optional[Float] = None
     """Model FLOP/s over the peak that the run record names; None if the peak is not known."""
-    loss_scale: Optional[float] = None
+    loss_scale: Optional[Float] = None
     """None without loss scaling."""
     num_zeros_in_grad: Optional[int] = None
-    max_attention_logit: Optional[float] = None
+    max_attention_logit: Optional[Float] = None
     """The largest visible product of a query and a key, scaled and before softcapping, of all layers and microbatches;
     None without `--log-max-attention-logit` and `--qk-clip`."""
     num_clipped_heads: Optional[int] = None
     """Groups of heads with one key whose weights `--qk-clip` shrank after the step; None without it."""
-    params_norm: Optional[float] = None
+    params_norm: Optional[Float] = None
     memory_peak_bytes: Optional[int] = None
     """Peak memory so far of any device of the job."""
     param_gather_bytes: Optional[int] = None
@@ -138,17 +138,17 @@ class StepRecord:
     grad_intra_node_bytes: Optional[int] = None
     """Of `grad_reduce_bytes`, those from ranks of the same node, with --grad-reduce-fp8-intra-node bf16 or fp32, or of
     the same replica, with --grad-reduce-in-fp8 and several replicas. The others came from other nodes or replicas."""
-    grad_underflow_fraction: Optional[float] = None
+    grad_underflow_fraction: Optional[Float] = None
     """With --grad-reduce-in-fp8: of the nonzero gradients of all ranks that are sent as codes, those that became 0."""
-    grad_saturated_fraction: Optional[float] = None
+    grad_saturated_fraction: Optional[Float] = None
     """The same of those beyond the largest number that their scale expresses."""
-    grad_scale_factor: Optional[float] = None
+    grad_scale_factor: Optional[Float] = None
     """The automatic factor of the step, with --grad-reduce-fp8-scaling tensor."""
-    joules_per_token: Optional[float] = None
+    joules_per_token: Optional[Float] = None
     """With --log-energy, in a logged step: what all devices took since the last logged step, for a trained token."""
-    watts_per_device: Optional[float] = None
+    watts_per_device: Optional[Float] = None
     """Their mean power in this time."""
-    gpu_busy_fraction: Optional[float] = None
+    gpu_busy_fraction: Optional[Float] = None
     """With --log-energy, in a logged step: of the driver's last sampling period (up to 1 s), the time in which a kernel
     ran, as the mean of all devices. It says nothing of how well kernels use a device: see `mfu_fraction`."""
     is_skipped: bool = False
@@ -163,10 +163,10 @@ class StepRecord:
     operand_counts: Optional[dict[str, OperandCounts]] = None
     """Both by operand and GEMM where they are not zero: `layers.3.linear_fc2.input.fprop`. In steps with non-finite
     operands, and in multiples of --log-interval."""
-    timers_ms: Optional[dict[str, float]] = None
+    timers_ms: Optional[dict[str, Float]] = None
     """Time of parts of the step, by name; `records` is what the host does for the records of the previous step, and
     `data-wait` the time that rank 0 waits for its batches."""
-    between_ms: Optional[dict[str, float]] = None
+    between_ms: Optional[dict[str, Float]] = None
     """Time since the end of the previous step that is in the time of no step, by name: validation, checkpoints, replica
     check, calibration, profile, samples, rollback (with the steps that it repeats). None without any, and in records of
     earlier versions."""
@@ -180,11 +180,11 @@ class TaskScores:
     """Scores of the questions of a task file."""
 
     num_questions: int
-    bits_per_byte: float
+    bits_per_byte: Float
     """Of the right answers: their information in bits over their bytes of UTF-8."""
-    accuracy: Optional[float] = None
+    accuracy: Optional[Float] = None
     """Share of the questions whose right choice has the largest log-likelihood; None without choices."""
-    normalized_accuracy: Optional[float] = None
+    normalized_accuracy: Optional[Float] = None
     """The same with the log-likelihood for each byte of the choice."""
     num_truncated: int = 0
     """Questions whose context was cut at the start, since they were longer than a sequence."""
@@ -200,11 +200,11 @@ class EvalRecord:
     split: str
     """"valid" or "test"; of validation data in high precision "valid-high-precision", and with the moving average of
     the weights "valid-ema"."""
-    loss: float
+    loss: Float
     """Mean over tokens, in nats."""
-    perplexity: float
+    perplexity: Float
     num_tokens: int
-    eval_ms: float
+    eval_ms: Float
     consumed_tokens: int
     """Training tokens before the evaluation."""
     tasks: Optional[dict[str, TaskScores]] = None
@@ -255,30 +255,30 @@ class TensorStats:
     num_values: int
     """Number of values; if ranks have copies, every copy counts."""
     num_non_finite: int
-    amax: float
-    quant_scale_min: Optional[float] = None
+    amax: Float
+    quant_scale_min: Optional[Float] = None
     """Over the quantization scales of blocks that are not all zero."""
-    quant_scale_max: Optional[float] = None
-    scale_spread_octaves: Optional[float] = None
+    quant_scale_max: Optional[Float] = None
+    scale_spread_octaves: Optional[Float] = None
     """log2(quant_scale_max / quant_scale_min)."""
-    underflow_fraction: Optional[float] = None
+    underflow_fraction: Optional[Float] = None
     """Of the nonzero values, those that became zero."""
-    saturated_fraction: Optional[float] = None
+    saturated_fraction: Optional[Float] = None
     """Of all values, those beyond the largest number that their scale expresses."""
-    sqnr_db: Optional[float] = None
+    sqnr_db: Optional[Float] = None
     """10 log10(sum x^2 / sum (x - x')^2); infinity without any error, None if all values are zero."""
-    mean_local_sqnr_db: Optional[float] = None
+    mean_local_sqnr_db: Optional[Float] = None
     """Mean SQNR over runs of 32 neighbours in a row that are not all zero, each clamped to 0 to 60 dB."""
-    staleness_octaves: Optional[float] = None
+    staleness_octaves: Optional[Float] = None
     """log2(current amax / amax that the delayed scale was made from): above 0 the tensor has outgrown its scale."""
-    outlier_octaves: Optional[float] = None
+    outlier_octaves: Optional[Float] = None
     """log2(amax of the largest channel / median of the channels' amaxes)."""
     outlier_channel: Optional[int] = None
     exponent_counts: tuple[int, ...] = ()
     """Codes by exponent: zeros, subnormals, then exponent field 1 and up, without infinities and NaNs."""
-    update_to_weight: Optional[float] = None
+    update_to_weight: Optional[Float] = None
     """Of a weight: norm of the update over norm of the weight."""
-    codes_changed_fraction: Optional[float] = None
+    codes_changed_fraction: Optional[Float] = None
     """Of a weight: codes that the step changed."""
 
 
@@ -300,16 +300,16 @@ class QuantizationRecord:
     tensors: dict[str, TensorStats]
     what_if: dict[str, dict[str, TensorStats]] = field(default_factory=dict)
     """The same tensors under what-if recipes, by recipe."""
-    gradient_signal: Optional[float] = None
+    gradient_signal: Optional[Float] = None
     """Estimate of the squared norm of the expected gradient (of the loss per token), over the tracked weights."""
-    gradient_noise: Optional[float] = None
+    gradient_noise: Optional[Float] = None
     """Estimate of the trace of the covariance of one sequence's gradient."""
-    gradient_noise_scale: Optional[float] = None
+    gradient_noise_scale: Optional[Float] = None
     """gradient_noise / gradient_signal, in sequences: the "simple noise scale" of arXiv:1812.06162, appendix A.1."""
-    gradient_snr: Optional[float] = None
+    gradient_snr: Optional[Float] = None
     """Sequences of the global batch / gradient_noise_scale: squared signal-to-noise ratio of the step's gradient."""
-    update_to_weight: Optional[float] = None
-    codes_changed_fraction: Optional[float] = None
+    update_to_weight: Optional[Float] = None
+    codes_changed_fraction: Optional[Float] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,7 +319,7 @@ class GuardRecord:
     kind: ClassVar[str] = "guard"
 
     step: int
-    statistics: dict[str, dict[str, float]]
+    statistics: dict[str, dict[str, Float]]
     """By statistic, and by layer or input: `layers.3`, `layers.3.linear_fc1.input`. The largest value over all ranks,
     with 6 digits. What was not taken is omitted; NaN counts as infinity."""
 
@@ -337,9 +337,6 @@ Record = Union[
     RunRecord, StepRecord, QuantizationRecord, GuardRecord, EvalRecord, SampleRecord, EventRecord, ExpertRecord
 ]
 RECORD_TYPES: Mapping[str, type] = {cls.kind: cls for cls in typing.get_args(Record)}
-NON_FINITE = ("nan", "inf", "-inf")
-LARGEST = (2 - 2**-23) * 2.0**127
-"""Of FP32, in which runs compute: a larger number in a file is read as infinity, with which readers can deal."""
 
 
 def to_json(record: Record) -> str:
@@ -367,32 +364,10 @@ def from_json(line: str) -> Record:
     kind = content.pop("kind", None)
     if kind not in RECORD_TYPES:
         raise DataError(f"unknown kind of record {kind!r}; expected one of {', '.join(RECORD_TYPES)}: {_shorten(line)}")
-    return _build(RECORD_TYPES[kind], content, kind, f"a {kind} record", line)
-
-
-def _build(cls: type, content: Mapping[str, Any], where: str, name: str, line: str) -> Any:
-    """Build a dataclass object from its JSON fields.
-
-    Args:
-        where: prefix of field names in errors.
-        name: of the object in errors.
-    """
-    types = _field_types(cls)
-    unknown = sorted(set(content) - set(types))
-    if unknown:
-        raise DataError(
-            f"{name} has unknown fields {', '.join(unknown)}; it may have been written by a newer version of megafp8"
-        )
-    missing = [
-        field.name
-        for field in dataclasses.fields(cls)
-        if field.default is dataclasses.MISSING
-        and field.default_factory is dataclasses.MISSING
-        and field.name not in content
-    ]
-    if missing:
-        raise DataError(f"{name} lacks {', '.join(missing)}: {_shorten(line)}")
-    return cls(**{field: _decode(value, types[field], f"{where}.{field}") for field, value in content.items()})
+    try:
+        return from_plain(RECORD_TYPES[kind], content, kind)
+    except UnreadableFile as error:
+        raise DataError(f"{error.reason}: {_shorten(line)}") from None
 
 
 def _encode(value: Any) -> Any:
@@ -408,33 +383,6 @@ def _encode(value: Any) -> Any:
     if dataclasses.is_dataclass(value):  # fields without a value are omitted
         return {name: _encode(item) for name, item in vars(value).items() if item is not None and item != ()}
     return value
-
-
-def _decode(value: Any, expected: Any, where: str) -> Any:
-    origin, arguments = typing.get_origin(expected), typing.get_args(expected)
-    if origin is Union:
-        return None if value is None else _decode(value, arguments[0], where)
-    if origin is dict and isinstance(value, dict):
-        return {key: _decode(item, arguments[1], f"{where}[{key!r}]") for key, item in value.items()}
-    if origin is tuple and isinstance(value, list):
-        return tuple(_decode(item, arguments[0], f"{where}[]") for item in value)
-    if isinstance(expected, type) and dataclasses.is_dataclass(expected) and isinstance(value, dict):
-        return _build(expected, value, where, where, str(value))
-    if expected is Any:
-        return value
-    if expected is float and (type(value) in (int, float) or (isinstance(value, str) and value in NON_FINITE)):
-        number = float(value)
-        return math.copysign(math.inf, number) if abs(number) > LARGEST else number
-    if expected in (int, str, bool) and type(value) is expected:
-        return value
-    name = getattr(origin or expected, "__name__", str(expected))
-    raise DataError(f"{where} must be of type {name}, not {value!r}")
-
-
-@functools.cache
-def _field_types(cls: type) -> dict[str, Any]:
-    hints = typing.get_type_hints(cls)
-    return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
 
 
 def _shorten(line: str) -> str:

@@ -140,6 +140,7 @@ def test_a_step_that_is_asked_for_is_not_replaced(saved: Path, capsys) -> None:
         {"config": '{"model": {"num_layer": 2}}'},
         {"config": 7},
         {"history": {}},
+        {"history": {"skipped": (), "num_in_row": "1", "num_rollbacks": 0, "window": ()}},
         {"step": "7"},
         {"layout": None},
         {"schedule": 7},

@@ -22,6 +22,7 @@ from megafp8.device import platform
 from megafp8.errors import CheckpointError
 from megafp8.training.pretrain import train
 from megafp8.training.setup import build_training_run
+from megafp8.utils.plain_data import from_plain
 
 # Steps read 8 samples: the third reads 16 to 23, and the phase changes at 20.
 FLAGS = (
@@ -64,7 +65,7 @@ def start(shards: Path, folder: Path, words: str = "", world_size: int = 1, last
 
 def mark(folder: Path, step: int = STEPS) -> SampleHash:
     path = checkpoint_path(folder, step)
-    return SampleHash.from_plain(run_ranks(1, lambda: load_common_state(path)["samples"])[0])
+    return from_plain(SampleHash, run_ranks(1, lambda: load_common_state(path)["samples"])[0])
 
 
 def numbers(folder: Path) -> list[tuple[float, float]]:

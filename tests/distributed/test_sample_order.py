@@ -22,6 +22,7 @@ from megafp8.device import platform
 from megafp8.errors import CheckpointError
 from megafp8.training.pretrain import train
 from megafp8.training.setup import build_training_run
+from megafp8.utils.plain_data import from_plain
 
 FLAGS = (
     f"{PLAIN} --lr-warmup-iters 1 --lr-decay-iters 8 --eval-iters 0 --no-progress-bar --save-interval 2 "
@@ -56,7 +57,7 @@ def start(folder: Path, data_path: tuple[str, ...], steps: int, flags: str = "",
 def mark(folder: Path, step: int) -> SampleHash:
     path = checkpoint_path(folder, step)
     saved: dict[str, Any] = run_ranks(1, lambda: load_common_state(path)["samples"])[0]
-    return SampleHash.from_plain(saved)
+    return from_plain(SampleHash, saved)
 
 
 def refusal(*args: Any, **options: Any) -> str:

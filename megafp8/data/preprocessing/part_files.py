@@ -37,6 +37,7 @@ from megafp8.utils.files import (
     file_sha256,
     sync,
 )
+from megafp8.utils.plain_data import from_plain
 from megafp8.utils.strict_json import read_json
 
 LOCK_PATIENCE_S = 30.0
@@ -132,15 +133,12 @@ class PartFolder:
     def load_record(self, name: str) -> Optional[PartRecord]:
         """Return the record of a complete part, else None."""
         try:
-            content = read_json(self.path / f"{name}.json", LIST_BYTES)
-            content["num_tokens"] = tuple(content["num_tokens"])
-            content["num_records"] = tuple(map(tuple, content["num_records"]))
-            record = PartRecord(**content)
+            record = from_plain(PartRecord, read_json(self.path / f"{name}.json", LIST_BYTES))
             sizes = [
                 (self.token_path(name, key).stat().st_size, self.length_path(name, key).stat().st_size)
                 for key in range(self.num_keys)
             ]
-        except (OSError, ValueError, TypeError, KeyError):
+        except (OSError, UnreadableFile):
             return None
         expected = [(tokens * self.dtype.itemsize, record.num_documents * 4) for tokens in record.num_tokens]
         return record if sizes == expected else None

@@ -17,7 +17,7 @@ from megafp8.recipes import registry
 from megafp8.utils.installation import transformer_engine_command
 
 LIBRARIES = (
-    "numpy", "psutil", "pyyaml", "sentencepiece", "tensorboard", "matplotlib", "scipy", "jinja2", "tqdm",
+    "numpy", "psutil", "pydantic", "pyyaml", "sentencepiece", "tensorboard", "matplotlib", "scipy", "jinja2", "tqdm",
     "packaging", "argcomplete", "google-crc32c",
 )  # fmt: skip
 OPTIONAL_LIBRARIES = ("obstore",)  # object storage

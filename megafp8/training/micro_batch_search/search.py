@@ -28,7 +28,8 @@ from megafp8.training.micro_batch_search.messages import TrialResult, TrialSetup
 from megafp8.training.micro_batch_search.processes import TrialProcess
 from megafp8.training.run import run_folder
 from megafp8.training.signals import record_stop_signals
-from megafp8.utils.files import atomic_write_json
+from megafp8.utils.files import UnreadableFile, atomic_write_json
+from megafp8.utils.plain_data import from_plain
 from megafp8.utils.strict_json import read_json
 
 CHOICE_FILE = "micro_batch_size.json"
@@ -149,10 +150,8 @@ def read_choice(path: Path) -> SizeChoice:
         DataError: the file is damaged.
     """
     try:
-        content = read_json(path)
-        trials = tuple(micro_batch.Trial(**each) for each in content.pop("trials"))
-        return SizeChoice(**content, trials=trials)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return from_plain(SizeChoice, read_json(path))
+    except UnreadableFile as error:
         raise DataError(f"{path} is damaged ({error}): delete it to repeat the search") from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from megafp8.checkpoint.metadata import skip_history
 from megafp8.checkpoint.progress import NOT_FINITE, ROLLBACK, SPIKE, SkipHistory, SkippedSamples
 
 WINDOW = ((2.5, 1.0), (2.25, 0.1 + 0.2))
@@ -26,11 +27,11 @@ def test_an_update_without_history_changes_nothing() -> None:
 def test_progress_survives_a_checkpoint() -> None:
     skipped = (SkippedSamples(8, 16, 2, SPIKE), SkippedSamples(24, 64, 7, ROLLBACK))
     history = SkipHistory(skipped, 1, 2, WINDOW)
-    assert SkipHistory.from_plain(json.loads(json.dumps(history.plain()))) == history
+    assert skip_history({"history": json.loads(json.dumps(history.plain()))}) == history
     overflowed = history.after_overflow()
-    assert SkipHistory.from_plain(json.loads(json.dumps(overflowed.plain()))).num_overflows == 1
+    assert skip_history({"history": json.loads(json.dumps(overflowed.plain()))}).num_overflows == 1
     older = {name: value for name, value in history.plain().items() if name != "num_overflows"}
-    assert SkipHistory.from_plain(older) == history
+    assert skip_history({"history": older}) == history
 
 
 def test_summary() -> None:

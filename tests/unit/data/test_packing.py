@@ -19,6 +19,7 @@ from megafp8.data.packing import build_packed_epochs, pack_lengths
 from megafp8.data.sample_hash import SampleHash, SampleHashChain
 from megafp8.data.tokenizers.build import build_tokenizer
 from megafp8.errors import DataError
+from megafp8.utils.plain_data import from_plain
 
 SEQ_LENGTH, EOD = 16, 60_000
 ALL = {"reset_attention_mask": True, "reset_position_ids": True, "eod_mask_loss": True}
@@ -228,7 +229,7 @@ def test_ids_locate_the_first_token_of_a_sequence(build, shards) -> None:
 def test_the_hash_names_the_packing(build, shards) -> None:
     dataset = build(shards[:1], 100)
     packed, cut = (SampleHashChain(dataset, SEQ_LENGTH, 7, kind).record(20) for kind in ("best-fit", "cut"))
-    assert SampleHash.from_plain(packed.plain()) == packed
+    assert from_plain(SampleHash, packed.plain()) == packed
     assert "packing" not in cut.plain() and cut == SampleHashChain(dataset, SEQ_LENGTH, 7).record(20)
     assert packed.sha256 != cut.sha256
     assert cut.differences(packed) == ["--packing: cut -> best-fit"]

@@ -10,6 +10,7 @@ from megafp8.config.schema import DataConfig, RunConfig, TrainingConfig
 from megafp8.data.datasets import build_datasets
 from megafp8.data.sample_hash import SampleHash, SampleHashChain
 from megafp8.data.tokenizers.build import build_tokenizer
+from megafp8.utils.plain_data import from_plain
 
 SEQ_LENGTH, EOD = 16, 30_000
 TOTAL, START = 200, 90
@@ -114,7 +115,7 @@ def test_later_phases_and_the_length_of_the_run_change_no_sample_before(build) -
 
 def test_a_record_names_what_differs(build) -> None:
     before, now = (chain(build({0: "a", start: blend})[0]).record(100) for start, blend in ((40, "b"), (50, "c")))
-    assert SampleHash.from_plain(before.plain()) == before
+    assert from_plain(SampleHash, before.plain()) == before
     assert "first_sample" not in before.plain()["sources"][0]
     assert any("from sample 40 -> 50" in line for line in before.differences(now))
     alone = chain(build({0: "a"})[0]).record(100)

@@ -8,6 +8,7 @@ import pytest
 
 from megafp8.data.gpt_dataset import ShardSource
 from megafp8.data.sample_hash import BLOCK_SAMPLES, LOOKUP_SAMPLES, SampleHash, SampleHashChain
+from megafp8.utils.plain_data import from_plain
 
 SOURCES = (ShardSource("a", "key of a", (0, 10), 0.25), ShardSource("b", "key of b", (0, 20), 0.75))
 
@@ -89,7 +90,7 @@ def test_extending_a_hash_reads_only_new_samples():
 def test_a_mark_survives_plain_values():
     mark = chain().record(7)
     assert (mark.num_samples, mark.sha256) == (7, chain().hash(7))
-    assert SampleHash.from_plain(mark.plain()) == mark
+    assert from_plain(SampleHash, mark.plain()) == mark
     json.dumps(mark.plain())
     assert mark.differences(mark) == []
 

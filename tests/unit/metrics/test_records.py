@@ -100,13 +100,13 @@ def test_missing_fields_of_older_records_have_defaults() -> None:
     [
         ({"kind": "footstep"}, "unknown kind"),
         ({"kind": None}, "unknown kind"),
-        ({"flavour": 1}, "unknown fields flavour"),
-        ({"loss": "three"}, "step.loss must be of type float, not 'three'"),
-        ({"loss": None}, "step.loss must be of type float"),
-        ({"loss": True}, "step.loss must be of type float"),
-        ({"step": 1.5}, "step.step must be of type int"),
-        ({"step": True}, "step.step must be of type int"),
-        ({"timers_ms": {"forward": "long"}}, r"step.timers_ms\['forward'\]"),
+        ({"flavour": 1}, "step.flavour is unknown; it may have been written by a newer version"),
+        ({"loss": "three"}, "step.loss must be a valid number, not 'three'"),
+        ({"loss": None}, "step.loss must be a valid number"),
+        ({"loss": True}, "step.loss must be a valid number"),
+        ({"step": 1.5}, "step.step must be a valid integer"),
+        ({"step": True}, "step.step must be a valid integer"),
+        ({"timers_ms": {"forward": "long"}}, "step.timers_ms.forward must be a valid number"),
     ],
 )
 def test_a_record_with_a_wrong_schema_is_refused(change: dict, message: str) -> None:
@@ -117,7 +117,7 @@ def test_a_record_with_a_wrong_schema_is_refused(change: dict, message: str) -> 
 def test_a_missing_field_is_named() -> None:
     content = json.loads(to_json(STEP))
     del content["step_ms"], content["loss"]
-    with pytest.raises(DataError, match="lacks loss, step_ms"):
+    with pytest.raises(DataError, match="step.loss is missing; step.step_ms is missing"):
         from_json(json.dumps(content))
 
 

@@ -8,6 +8,7 @@ from fractions import Fraction
 
 import pytest
 
+from megafp8.checkpoint.metadata import skip_history
 from megafp8.checkpoint.progress import SkipHistory
 from megafp8.config.schema import TrainingConfig
 from megafp8.optimizer.skip_update import SpikeDetector, Window, extrapolate
@@ -139,5 +140,5 @@ def test_a_resumed_run_decides_the_same() -> None:
         if text is None:
             unbroken = DETECTOR.after_update(unbroken, loss, norm)
             resumed = resumed.after_update(DETECTOR.after_update(resumed.window, loss, norm))
-        resumed = SkipHistory.from_plain(json.loads(json.dumps(resumed.plain())))
+        resumed = skip_history({"history": json.loads(json.dumps(resumed.plain()))})
     assert resumed.window == unbroken

@@ -13,7 +13,7 @@ from megafp8.mcore import cpu_patches
 
 cpu_patches.install()
 
-from megafp8.checkpoint.metadata import extension_states
+from megafp8.checkpoint.metadata import extension_states, skip_history
 from megafp8.checkpoint.progress import Progress, SkipHistory
 from megafp8.errors import CheckpointError
 from megafp8.training.extension import LoopState
@@ -45,7 +45,7 @@ def test_after_a_rollback_warnings_stay_and_trends_go_back() -> None:
 
 def test_state_of_an_earlier_version_was_in_the_history() -> None:
     history = {**SkipHistory().plain(), **VALUES}
-    assert SkipHistory.from_plain(history) == SkipHistory()
+    assert skip_history({"history": history}) == SkipHistory()
     states = extension_states({"history": history})
     assert loaded(states[LayerGuard.name]).state() == VALUES
     assert extension_states({"history": SkipHistory().plain()}) == extension_states({}) == {}
