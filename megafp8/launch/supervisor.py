@@ -161,7 +161,7 @@ class Supervisor:
             return PREEMPTED, f"received {signal.Signals(self.stop_signal).name}; run the same command again to resume"
         if last.state == "preempted" and self.policy.ends_when_preempted:
             return PREEMPTED, "run the same command again to resume"
-        if num_stillborn >= MAX_STILLBORN:
+        if num_stillborn > min(MAX_STILLBORN - 1, self.policy.max_restarts):
             # A command that has trained before is valid and may work later or on another node. But a run that is done
             # may refuse another start, which leaves no run state.
             has_trained = last.saved_step and finished_state(self.folder) is None
