@@ -6,13 +6,14 @@ the same JobSet: the cluster's own runtimes have neither shared memory, nor clai
 
 - One node: the supervisor restarts the run in its pod, as under Slurm.
 - Several nodes: an Indexed Job, whose pods have the host names of JobSet's headless service. torchrun exits with 1
-  whatever ended the run, so the supervisor in the first pod reports the run's exit status. Another pod that fails waits
-  for it.
+  whatever ended the run, so the supervisor in the first pod, which restarts nothing, reports the run's exit status.
+  Another pod that fails waits for it.
 - An array with runs of one node: an Indexed Job with a pod for each run, which is restarted on its own. Runs of several
   nodes are a JobSet each.
 
-Where statuses lead: those of the supervisor's `PERMANENT_ERRORS` end the job (`podFailurePolicy`); after all others,
-such as 75 of a preempted run, JobSet recreates the pods, at most `max_requeues` times, and the run resumes.
+Exit statuses: those of the supervisor's `PERMANENT_ERRORS`, and 1 of a run that never began to train, end the job
+(`podFailurePolicy`). After all others, such as 75 of a preempted run, JobSet recreates the pods, at most `max_requeues`
+times, and the run resumes.
 
 Fields, limits of names and variables are those of:
     github.com/kubeflow/trainer v2.3.0: manifests/base/crds/trainer.kubeflow.org_{trainjobs,trainingruntimes}.yaml,
@@ -35,7 +36,7 @@ from typing import Any, Optional
 
 import yaml
 
-from megafp8.errors import ConfigError
+from megafp8.errors import INTERNAL, ConfigError
 from megafp8.launch.job import PREPROCESS, PRETRAIN_MODULE, SUPERVISE_MODULE, Job, flag_value, signal_lead_s
 from megafp8.launch.shell_lines import (
     bash_array,
@@ -63,6 +64,10 @@ PARTS, MERGE = "parts", "merge"
 TASK = "JOB_COMPLETION_INDEX"  # set in the pods of Indexed Jobs
 INDEX_ANNOTATION = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 UID_LABEL = "metadata.labels['jobset.sigs.k8s.io/jobset-uid']"
+# Pods may wait for free nodes while others run. torchrun's own timeout is 10 minutes.
+RENDEZVOUS_TIMEOUT_S = 24 * 3600
+# Of a supervisor whose command failed before the run began, and of a script's own commands, such as `setup`.
+NOT_STARTED = 1
 # Time that the first pod has to report why the run ended, before another one fails.
 REPORT_S = 60
 
@@ -139,7 +144,7 @@ def jobset_spec(job: Job, sets_rendezvous: bool = True) -> dict[str, Any]:
         parts = replicated_job(job, PARTS, pod(job, preprocess_script(job, part)), job.parts or 1, is_array=True)
         replicated = [parts, merge | {"dependsOn": [{"name": PARTS, "status": "Complete"}]}]
     else:
-        variables = rendezvous(job) if sets_rendezvous and job.nodes > 1 else []
+        variables = rendezvous(job, sets_rendezvous) if job.nodes > 1 else []
         count = len(job.runs) or job.nodes
         replicated = [replicated_job(job, NODE, pod(job, script(job), variables), count, is_array=bool(job.runs))]
     # A Job that failed by its podFailurePolicy would fail again. Indices of an array are repeated by their Job.
@@ -159,7 +164,7 @@ def replicated_job(
     job: Job, name: str, template: dict[str, Any], count: int, is_array: bool = False
 ) -> dict[str, Any]:  # fmt: skip
     """An Indexed Job with `count` pods, which are independent of each other in an array."""
-    statuses = {"containerName": NODE, "operator": "In", "values": sorted(PERMANENT_ERRORS)}
+    statuses = {"containerName": NODE, "operator": "In", "values": sorted((NOT_STARTED, *PERMANENT_ERRORS))}
     retries = {"backoffLimitPerIndex": job.max_requeues} if is_array else {"backoffLimit": 0}
     spec = {
         "completionMode": "Indexed",
@@ -204,8 +209,11 @@ def pod(job: Job, text: str, variables: Sequence[dict[str, Any]] = ()) -> dict[s
     }
 
 
-def rendezvous(job: Job) -> list[dict[str, Any]]:
-    """The variables from which torchrun takes its place among the nodes, as Kubeflow Trainer sets them."""
+def rendezvous(job: Job, sets_all: bool) -> list[dict[str, Any]]:
+    """The variables of torchrun's rendezvous; without `sets_all` only those that Kubeflow Trainer does not set."""
+    config = {"name": "PET_RDZV_CONF", "value": f"timeout={RENDEZVOUS_TIMEOUT_S}"}
+    if not sets_all:
+        return [config]
     values = {
         "PET_NNODES": str(job.nodes),
         "PET_NPROC_PER_NODE": str(job.ranks),
@@ -213,7 +221,7 @@ def rendezvous(job: Job) -> list[dict[str, Any]]:
         "PET_MASTER_PORT": str(PORT),
     }
     rank = {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": INDEX_ANNOTATION}}}
-    return [rank, *({"name": name, "value": value} for name, value in values.items())]
+    return [config, rank, *({"name": name, "value": value} for name, value in values.items())]
 
 
 def script(job: Job) -> str:
@@ -242,7 +250,7 @@ def script(job: Job) -> str:
             '  kill -0 "$pid" 2>/dev/null || break  # else a signal has ended the wait',
             "done",
             f'[ "$status" = 0 ] || [ "$is_stopped" ] || {{ sleep {REPORT_S} & pid=$!; wait "$pid" || true; }}',
-            'exit "$status"',
+            f'[ "$status" = 0 ] || exit {INTERNAL}',
         ]
     return join_script([["set -euo pipefail", *environment_lines(job)], training_lines(job, TASK), start])
 
@@ -304,8 +312,8 @@ def job_problems(job: Job) -> list[str]:
                  if not COUNT.fullmatch(count)]  # fmt: skip
     problems += [f"node_selector: {name}: {value!r} is no value of a label" for name, value in job.node_selector.items()
                  if not LABEL_VALUE.fullmatch(value)]  # fmt: skip
-    if os.path.normpath(job.project) == "/" or not os.path.isabs(job.project):
-        problems.append(f"project: {job.project!r}: must be an absolute path in the pod other than /")
+    if os.path.normpath(job.project) == "/" or not os.path.isabs(job.project) or ":" in job.project:
+        problems.append(f"project: {job.project!r}: must be an absolute path in the pod other than /, without :")
     if job.nodes > 1 and job.max_restarts is not None:
         problems.append(f"max_restarts: {job.max_restarts}: the pods of several nodes restart together, at most "
                         "max_requeues times; remove it")  # fmt: skip
