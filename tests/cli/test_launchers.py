@@ -35,7 +35,7 @@ def launcher():
 def test_there_is_an_example_of_each_kind() -> None:
     assert {path.stem for path in EXAMPLES} >= {
         "llama_1b_one_node", "llama3_8b_multi_node", "learning_rates", "fineweb_edu_h200", "blackwell_mxfp8",
-        "blackwell_nvfp4", "preprocess",
+        "blackwell_nvfp4", "preprocess", "kubernetes_llama3_8b",
     }  # fmt: skip
 
 
@@ -67,7 +67,7 @@ def test_every_job_field_is_an_option_and_documented(launcher) -> None:
     fields = {field.name for field in dataclasses.fields(Job)}
     options = {action.dest for action in launcher.build_parser()._actions}
     assert fields - options == {"training", "runs", "preprocess"}
-    document = (ROOT / "docs/launching.md").read_text()
+    document = (ROOT / "docs/clusters.md").read_text()
     rows = document[document.index("| field | meaning |") :].split("\n\n")[0].splitlines()[2:]
     assert {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])} == fields
 
