@@ -71,6 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Run, submit, plan or list the runs of a study; return the exit status."""
     arguments = build_parser().parse_args(argv)
+    from megafp8.cli.job_options import warn_of_unused
     from megafp8.launch import kubernetes, slurm, study_execution
     from megafp8.launch.study import expand, read_study
 
@@ -88,6 +89,8 @@ def main(argv: Sequence[str]) -> int:
     due = [progress.run for progress in selected if study_execution.is_due(progress)]
     if arguments.kubernetes:
         jobs = study_execution.build_jobs(study, due, "kubernetes")
+        for job in jobs[:1]:  # they have the same fields
+            warn_of_unused(job, kubernetes.UNUSED_FIELDS, "by Kubernetes")
         print("---\n".join(map(kubernetes.manifests, jobs)), end="")
         return 0
     if arguments.dry_run:

@@ -87,8 +87,8 @@ def job_shape(given: Mapping[str, Any], launcher: str, world_size: int) -> dict[
     if per_node == 0:
         return {"gpus_per_node": "0", "ranks_per_node": str(world_size)}
     if world_size <= per_node:
-        shared = {"exclusive": "false"} if world_size < per_node and "exclusive" not in given else {}
-        return {"gpus_per_node": str(world_size)} | shared
+        is_shared = launcher == "slurm" and world_size < per_node and "exclusive" not in given
+        return {"gpus_per_node": str(world_size)} | ({"exclusive": "false"} if is_shared else {})
     if world_size % per_node:
         raise ConfigError(
             f"gpus: {world_size} is not a multiple of the {per_node} of a node ({launcher}: gpus_per_node)"
