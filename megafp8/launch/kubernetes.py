@@ -21,8 +21,8 @@ Fields, limits of names and variables are those of:
     github.com/kubernetes-sigs/jobset v0.12: config/components/crd/bases/jobset.x-k8s.io_jobsets.yaml,
         pkg/webhooks/jobset_webhook.go (lengths of names), api/jobset/v1alpha2/jobset_types.go (labels)
     kubernetes.io/docs: concepts/workloads/controllers/job (podFailurePolicy, backoffLimitPerIndex),
-        concepts/overview/working-with-objects/names, tasks/inject-data-application/define-interdependent-environment-
-        variables ($(VAR) and $$)
+        concepts/overview/working-with-objects/names
+    github.com/kubernetes/kubernetes: third_party/forked/golang/expansion/expand.go ($(VAR) and $$)
 """
 
 from __future__ import annotations
