@@ -21,7 +21,9 @@ from megafp8.utils.suggestions import NameType
 
 # They take all flags of training, beside their own or after `--`.
 WITH_TRAINING_FLAGS = ("build-index", "plan", "plot-schedule", "pretrain")
-WITH_TRAINING_FLAGS_AFTER_DASHES = ("coordinate-check", "precision-table", "run-comparison", "slurm", "torchrun")
+WITH_TRAINING_FLAGS_AFTER_DASHES = (
+    "coordinate-check", "kubernetes", "precision-table", "run-comparison", "slurm", "torchrun",
+)  # fmt: skip
 WITHOUT_OWN_FLAGS = ("build-index", "pretrain")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
@@ -10,7 +11,7 @@ from megafp8.cli.command_flags import add_flags, argument, switch
 from megafp8.cli.common import build_command_parser
 from megafp8.config import flags, rules
 from megafp8.errors import ConfigError
-from megafp8.launch.job import Job, read_job
+from megafp8.launch.job import Job, read_job, unused_fields
 from megafp8.utils import strict_yaml
 from megafp8.utils.files import UnreadableFile, path_text, read_text
 
@@ -35,12 +36,19 @@ TEXTS = (
     ("--parts", "N", "for preprocessing: parts of the input, each a task of a job array"),
     ("--array-limit", "N", "for job arrays: runs or parts at the same time"),
     ("--logs", "DIR", "folder for output of the job and its ranks (default: logs/ in --save)"),
+    ("--image", "IMAGE", "Kubernetes: image of the pods, which has the package"),
+    ("--claim", "NAME", "Kubernetes: PersistentVolumeClaim to mount at --project, unless --save is a URL"),
+    ("--namespace", "NAME", "Kubernetes: namespace (default: that of kubectl)"),
+    ("--gpu-resource", "NAME", "Kubernetes: resource name of a GPU (default: nvidia.com/gpu)"),
     ("--endpoint", "HOST:PORT", "address of the first machine, for several machines without Slurm (megafp8 torchrun)"),
 )  # fmt: skip
 TABLES = (
     ("--environment", "NAME=VALUE", "environment variables of all ranks"),
     ("--sbatch", "OPTION=VALUE", "other options of sbatch, such as qos=high or constraint=h200"),
+    ("--rdma", "RESOURCE=N", "Kubernetes: RDMA devices of a pod, such as rdma/ib=8"),
+    ("--node-selector", "LABEL=VALUE", "Kubernetes: labels that the nodes must have"),
 )
+DRY_RUN = switch("--dry-run", "print the script and start nothing")
 
 
 def build_job_parser(description: Optional[str]) -> argparse.ArgumentParser:
@@ -63,7 +71,6 @@ def build_job_parser(description: Optional[str]) -> argparse.ArgumentParser:
                  const="false"),
         argument("--no-check-nodes", "do not check the nodes before training", dest="check_nodes", action="store_const",
                  const="false"),
-        switch("--dry-run", "print the script and start nothing"),
     )  # fmt: skip
 
 
@@ -86,12 +93,14 @@ def read_arguments(
         own, training = own[:separator], own[separator + 1 :]
     arguments = parser.parse_args(own)
     given: dict[str, Any] = {
-        name: value for name, value in vars(arguments).items() if name not in ("job_file", "output", "dry_run")
+        name: value for name, value in vars(arguments).items() if name not in ("job_file", "output", "dry_run", "kind")
     }
-    wrong = [f"--environment {pair}: NAME=VALUE" for pair in given.get("environment", ()) if "=" not in pair]
+    tables = {flag: flag.removeprefix("--").replace("-", "_") for flag, _, _ in TABLES}
+    wrong = [f"{flag} {pair}: {form}" for flag, form, _ in TABLES if flag != "--sbatch"  # has options without a value
+             for pair in given.get(tables[flag], ()) if "=" not in pair]  # fmt: skip
     if wrong:
         raise ConfigError(wrong)
-    for name in ("environment", "sbatch"):
+    for name in tables.values():
         if name in given:
             given[name] = dict(pair.partition("=")[::2] for pair in given[name])
     text, path = "", getattr(arguments, "job_file", "")
@@ -101,6 +110,12 @@ def read_arguments(
         except UnreadableFile as error:
             raise ConfigError(f"{path}: cannot be read: {error.reason}") from None
     return arguments, read_job(text, given, training, default, path)
+
+
+def warn_of_unused(job: Job, names: Sequence[str], where: str) -> None:
+    """Print a notice of the fields `names` that the job sets, and that have no effect `where` it runs."""
+    if unused := unused_fields(job, names):
+        print(f"notice: not used {where}: {', '.join(unused)}", file=sys.stderr, flush=True)
 
 
 def check_training(job: Job) -> None:

@@ -19,16 +19,16 @@ from pathlib import Path
 
 from megafp8.cli.command_flags import add_flags, path_flag
 from megafp8.cli.common import returns_exit_status
-from megafp8.cli.job_options import build_job_parser, check_training, read_arguments
+from megafp8.cli.job_options import DRY_RUN, build_job_parser, check_training, read_arguments, warn_of_unused
 from megafp8.errors import ConfigError
 from megafp8.launch import slurm
-from megafp8.launch.job import check_job
+from megafp8.launch.job import KUBERNETES_FIELDS, check_job
 from megafp8.utils.formatting import control_problems
 
 
 def build_parser() -> argparse.ArgumentParser:
     output = path_flag("--output", "path of the script to write (default: in --logs)", metavar="FILE")
-    return add_flags(build_job_parser(__doc__), output)
+    return add_flags(build_job_parser(__doc__), DRY_RUN, output)
 
 
 @returns_exit_status()
@@ -37,6 +37,7 @@ def main(argv: Sequence[str]) -> int:
     arguments, job = read_arguments(build_parser(), argv)
     check_job(job)
     check_training(job)
+    warn_of_unused(job, KUBERNETES_FIELDS, "by Slurm")
     if problems := control_problems("--output", vars(arguments).get("output")):
         raise ConfigError(problems)
     text = slurm.script(job)

@@ -4,11 +4,11 @@
     megafp8 study STUDY.yaml --local --parallel 2
     megafp8 study STUDY.yaml --status
 
-With Slurm, the runs are job arrays; without it or with --local, they are processes on this machine. Every run has its
-own folder, whose name does not change when the grid grows. Repeating the command skips runs that are done, running or
-queued, and starts or resumes the others. If the flags of one run are wrong, none starts. docs/scaling_studies.md
-describes the file. Exit status: 0 if all are done or submitted, 64 for a wrong study, 75 after a signal, else that of
-the first run that failed.
+With Slurm, the runs are job arrays, and with --kubernetes JobSets; without both, or with --local, they are processes on
+this machine. Every run has its own folder, whose name does not change when the grid grows. Repeating the command skips
+runs that are done, running or queued, and starts or resumes the others. If the flags of one run are wrong, none starts.
+docs/scaling_studies.md describes the file. Exit status: 0 if all are done or submitted, 64 for a wrong study, 75 after
+a signal, else that of the first run that failed.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
         parser.add_mutually_exclusive_group(),
         switch("--local", "run on this machine (default where there is no sbatch)"),
         switch("--slurm", "submit job arrays (default where there is sbatch); with --dry-run: print their scripts"),
+        switch("--kubernetes", "print JobSets for `kubectl apply`, and start nothing"),
     )  # fmt: skip
     return add_flags(
         parser,
@@ -70,10 +71,11 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Run, submit, plan or list the runs of a study; return the exit status."""
     arguments = build_parser().parse_args(argv)
-    from megafp8.launch import slurm, study_execution
+    from megafp8.cli.job_options import warn_of_unused
+    from megafp8.launch import kubernetes, slurm, study_execution
     from megafp8.launch.study import expand, read_study
 
-    is_local = arguments.local or not (arguments.slurm or shutil.which("sbatch"))
+    is_local = arguments.local or not (arguments.slurm or arguments.kubernetes or shutil.which("sbatch"))
     check_flags(arguments, is_local)
     study = read_study(arguments.study, arguments.folder)
     runs = expand(study)
@@ -85,6 +87,12 @@ def main(argv: Sequence[str]) -> int:
         print(study_execution.status_text(selected))
         return 0
     due = [progress.run for progress in selected if study_execution.is_due(progress)]
+    if arguments.kubernetes:
+        jobs = study_execution.build_jobs(study, due, "kubernetes")
+        for job in jobs[:1]:  # they have the same fields
+            warn_of_unused(job, kubernetes.UNUSED_FIELDS, "by Kubernetes")
+        print("---\n".join(map(kubernetes.manifests, jobs)), end="")
+        return 0
     if arguments.dry_run:
         scripts = [slurm.script(job) for job in study_execution.build_jobs(study, due)] if arguments.slurm else []
         print("\n".join(scripts) if arguments.slurm else plan_text(selected, arguments.gpu))
@@ -109,8 +117,8 @@ def check_flags(arguments: argparse.Namespace, is_local: bool) -> None:
         ConfigError: flags that are wrong, or have no effect with the others.
     """
     problems = []
-    if arguments.gpu and (not arguments.dry_run or arguments.slurm):
-        problems.append(f"--gpu {arguments.gpu}: is for the times of a --dry-run without --slurm; remove it")
+    if arguments.gpu and (not arguments.dry_run or arguments.slurm or arguments.kubernetes):
+        problems.append(f"--gpu {arguments.gpu}: is for the times of a --dry-run without jobs; remove it")
     if arguments.parallel is not None:
         if arguments.parallel < 1:
             problems.append(f"--parallel {arguments.parallel}: must be at least 1")
@@ -118,8 +126,9 @@ def check_flags(arguments: argparse.Namespace, is_local: bool) -> None:
             requested = "--status" if arguments.status else "--dry-run"
             problems.append(f"--parallel {arguments.parallel}: {requested} runs nothing; remove one of them")
         elif not is_local:
-            where = "is for runs on this machine, and these go to Slurm"
-            fix = "give --local, or `array_limit` in the study's slurm"
+            launcher = "kubernetes" if arguments.kubernetes else "slurm"
+            where = f"is for runs on this machine, and these are jobs of {launcher.capitalize()}"
+            fix = f"give --local, or `array_limit` in the study's {launcher}"
             problems.append(f"--parallel {arguments.parallel}: {where}; {fix}")
     if problems:
         raise ConfigError(problems)

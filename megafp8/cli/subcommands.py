@@ -5,6 +5,7 @@ COMMANDS = {
         "pretrain": "train a GPT, on one device or under torchrun",
         "torchrun": "train on the GPUs of this machine, with a log for each rank",
         "slurm": "submit training to Slurm",
+        "kubernetes": "write training as a Kubernetes manifest",
         "supervise": "restart a training command until its run is done",
     },
     "Data": {

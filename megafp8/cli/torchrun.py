@@ -23,8 +23,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megafp8.cli.command_flags import add_flags
 from megafp8.cli.common import returns_exit_status
-from megafp8.cli.job_options import build_job_parser, check_training, read_arguments
+from megafp8.cli.job_options import DRY_RUN, build_job_parser, check_training, read_arguments, warn_of_unused
 from megafp8.launch import torchrun
 from megafp8.launch.job import check_job
 
@@ -32,7 +33,7 @@ DEFAULT_NAME = "pretrain"
 
 
 def build_parser() -> argparse.ArgumentParser:
-    return build_job_parser(__doc__)
+    return add_flags(build_job_parser(__doc__), DRY_RUN)
 
 
 @returns_exit_status()
@@ -45,8 +46,7 @@ def main(argv: Sequence[str]) -> int:
     check_job(job, needs_save=job.nodes > 1)
     check_training(job)
     text = torchrun.script(job)
-    if unused := torchrun.unused_fields(job):
-        print(f"notice: not used without Slurm: {', '.join(unused)}", file=sys.stderr, flush=True)
+    warn_of_unused(job, torchrun.UNUSED_FIELDS, "without Slurm")
     if "dry_run" not in arguments:
         # The script runs `python3`.
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])

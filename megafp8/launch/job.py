@@ -40,8 +40,9 @@ RESERVED_OPTIONS = (
 _ROOT = Path(__file__).resolve().parents[2]
 _IS_CHECKOUT = (_ROOT / "launcher").is_dir()  # else an installed package, which has modules instead of scripts
 PROJECT = str(_ROOT) if _IS_CHECKOUT else os.getcwd()
-PRETRAIN = "pretrain_gpt.py" if _IS_CHECKOUT else "-m megafp8.cli.pretrain"
-SUPERVISE = "launcher/supervise.py" if _IS_CHECKOUT else "-m megafp8.cli.main supervise"
+PRETRAIN_MODULE, SUPERVISE_MODULE = "-m megafp8.cli.pretrain", "-m megafp8.cli.main supervise"
+PRETRAIN = "pretrain_gpt.py" if _IS_CHECKOUT else PRETRAIN_MODULE
+SUPERVISE = "launcher/supervise.py" if _IS_CHECKOUT else SUPERVISE_MODULE
 PREPROCESS = "-m megafp8.cli.main preprocess"
 CHECK_NODES = "launcher/check_nodes.py" if _IS_CHECKOUT else "-m megafp8.cli.main check-nodes"
 
@@ -80,6 +81,12 @@ class Job:
         array_limit: runs or parts of the array at a time; None: no limit.
         logs: folder for the job's own output. Default: `logs` in the run's folder; required for an array.
         endpoint: HOST:PORT of the first machine, for several machines without Slurm.
+        image: image of the pods on Kubernetes, which has the package.
+        claim: name of a PersistentVolumeClaim, mounted at `project`. None: the run saves to object storage.
+        namespace: of the objects on Kubernetes; None: that of kubectl's context.
+        gpu_resource: Kubernetes' name of a GPU.
+        rdma: RDMA devices of a pod: names of Kubernetes' resources, and their numbers.
+        node_selector: labels that a node of Kubernetes must have.
     """
 
     name: str
@@ -109,6 +116,12 @@ class Job:
     array_limit: Optional[int] = None
     logs: Optional[str] = None
     endpoint: Optional[str] = None
+    image: Optional[str] = None
+    claim: Optional[str] = None
+    namespace: Optional[str] = None
+    gpu_resource: str = "nvidia.com/gpu"
+    rdma: Mapping[str, str] = field(default_factory=dict)
+    node_selector: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:
@@ -142,8 +155,15 @@ class Job:
         return self.logs or f"{self.run_folder or 'runs'}/logs"
 
 
+KUBERNETES_FIELDS = ("image", "claim", "namespace", "gpu_resource", "rdma", "node_selector")
 FIELDS = {each.name: str(each.type) for each in dataclasses.fields(Job)}
 """The annotation of each field of a job file."""
+
+
+def unused_fields(job: Job, names: Sequence[str]) -> tuple[str, ...]:
+    """Those of the fields `names`, which a launcher does not use, that the job sets."""
+    default = Job(name=job.name, training=())
+    return tuple(name for name in names if getattr(job, name) != getattr(default, name))
 
 
 def signal_lead_s(job: Job) -> int:

@@ -55,23 +55,38 @@ def rank_environment(job: Job) -> dict[str, str]:
     return variables | dict(job.environment)
 
 
-def training_lines(job: Job) -> list[str]:
-    """The bash array `training` with the flags; in a job array, those of the task are appended."""
+def torchrun_array(job: Job, options: Sequence[str]) -> list[str]:
+    """The bash array `torchrun` with the command that starts the ranks of a node."""
+    start = f"python3 -m torch.distributed.run --nproc-per-node {job.ranks} --redirects 3 --tee 0:3"
+    return bash_array("torchrun", [start, *options])
+
+
+def training_lines(job: Job, task: str = "SLURM_ARRAY_TASK_ID") -> list[str]:
+    """The bash array `training` with the flags; in a job array, those of the task are appended.
+
+    Args:
+        task: variable with the index of the run.
+    """
     lines = bash_array("training", fill_lines(job.training))
     if job.runs:
-        lines += ["# The runs of the array.", "case $SLURM_ARRAY_TASK_ID in"]
+        lines += ["# The runs of the array.", f"case ${task} in"]
         lines += [f"  {task}) training+=({' '.join(map(quote_word, run))}) ;;" for task, run in enumerate(job.runs)]
         lines.append("esac")
     return lines
 
 
-def preprocess_lines(job: Job) -> list[str]:
-    """The bash array `preprocess` with the flags of the array's task: a part, or the merge of all."""
+def preprocess_words(job: Job) -> list[str]:
+    """The flags of `megafp8 preprocess` that all parts share."""
     words = list(job.preprocess)
     if job.cpus_per_node and "--workers" not in words:
         words += ["--workers", str(job.cpus_per_node)]
+    return words
+
+
+def preprocess_lines(job: Job) -> list[str]:
+    """The bash array `preprocess` with the flags of the array's task: a part, or the merge of all."""
     return [
-        *bash_array("preprocess", fill_lines(words)),
+        *bash_array("preprocess", fill_lines(preprocess_words(job))),
         "# Task I of the array makes part I. Task 0 merges the parts, after the array:",
         "#   sbatch --array=0 --dependency=afterok:ARRAY_JOB --kill-on-invalid-dep=yes THIS_SCRIPT",
         "case $SLURM_ARRAY_TASK_ID in",

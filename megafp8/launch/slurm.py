@@ -31,6 +31,7 @@ from megafp8.launch.shell_lines import (
     join_script,
     preprocess_lines,
     quote_word,
+    torchrun_array,
     training_lines,
 )
 from megafp8.utils.process import SLURM_JOB_VARIABLE
@@ -159,10 +160,7 @@ def torchrun_lines(job: Job) -> list[str]:
         "# One torchrun per node. The output of each rank is logged to a separate file under",
         f"# {job.log_folder}/ranks/{shown}NODE; that of the first rank of a node is also written to the job's output.",
         *meeting,
-        *bash_array(
-            "torchrun",
-            [f"python3 -m torch.distributed.run --nproc-per-node {job.ranks} --redirects 3 --tee 0:3", *torchrun],
-        ),
+        *torchrun_array(job, torchrun),
         "",
         "# The supervisor restarts the run after crashes and requeues the job if the state of the run requires it.",
         f"export SLURM_WAIT={signal_lead_s(job)}",

@@ -15,6 +15,7 @@
       lr: [1e-3, 3e-3]                   # a list's axis is a flag (--lr), or gpus, tokens, tokens_per_parameter
       seed: [1, 2, 3]
     slurm: {time: 4:00:00, partition: gpu}  # of the jobs, as in a job file of megafp8 slurm
+    kubernetes: {image: registry.example.com/megafp8:1, claim: shared}  # of megafp8 kubernetes
 
 `grid` may be a list of such grids. A run has one option of every axis of a grid. If options conflict, the later axis
 wins.
@@ -55,7 +56,9 @@ from megafp8.utils.suggestions import unknown_keys
 
 SIZE_KEYS = ("tokens", "tokens_per_parameter", "gpus")
 """Numbers of a run that are not training flags."""
-KEYS = ("name", "folder", "flags", "grid", "slurm", *SIZE_KEYS)
+LAUNCHERS = ("slurm", "kubernetes")
+"""Keys with the fields of the jobs."""
+KEYS = ("name", "folder", "flags", "grid", *LAUNCHERS, *SIZE_KEYS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +85,7 @@ class Study:
     Attributes:
         path: the file.
         folder: contains the folders of the runs.
-        slurm: fields of the jobs (`launch/job.py`), as text.
+        slurm, kubernetes: fields of the jobs there (`launch/job.py`), as text.
         slurm_flag: flag that gives these fields as KEY=VALUE; empty: the file has them.
     """
 
@@ -92,6 +95,7 @@ class Study:
     common: Option
     grids: tuple[Grid, ...]
     slurm: Mapping[str, Any] = field(default_factory=dict)
+    kubernetes: Mapping[str, Any] = field(default_factory=dict)
     slurm_flag: str = ""
 
 
@@ -123,9 +127,9 @@ def read_study(path: Path, folder: Optional[Path] = None) -> Study:
     plain_grids = plain.get("grid", {})
     plain_grids = plain_grids if isinstance(plain_grids, list) else [plain_grids]
     grids = tuple(read_grid(grid, problems) for grid in plain_grids)
-    slurm = plain.get("slurm") or {}
-    if not isinstance(slurm, dict):
-        problems.append(f"slurm: {slurm!r} must be a mapping of settings")
+    jobs = {key: plain.get(key) or {} for key in LAUNCHERS}
+    problems += [f"{key}: {fields!r} must be a mapping of settings" for key, fields in jobs.items() if
+                 not isinstance(fields, dict)]  # fmt: skip
     name = str(plain.get("name") or path.stem)
     problems += name_problems(name)  # also a name of folders, and of jobs under Slurm
     folder = folder or Path(str(plain.get("folder") or f"runs/{name}"))
@@ -140,7 +144,10 @@ def read_study(path: Path, folder: Optional[Path] = None) -> Study:
         problems.append(f"folder: {printable(str(folder))} {problem}")
     if unknown or problems:
         raise ConfigError([*unknown, *(f"{path}: {problem}" for problem in problems)])
-    return Study(path=path, name=name, folder=folder, common=common, grids=grids, slurm=slurm)
+    return Study(
+        path=path, name=name, folder=folder, common=common, grids=grids, slurm=jobs["slurm"],
+        kubernetes=jobs["kubernetes"],
+    )  # fmt: skip
 
 
 def read_grid(plain: Any, problems: list[str]) -> Grid:

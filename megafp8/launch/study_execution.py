@@ -13,7 +13,7 @@ import re
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -21,7 +21,7 @@ from typing import Any, Optional
 from megafp8.config import iterations
 from megafp8.device.gpus import Gpu
 from megafp8.errors import INTERNAL, PREEMPTED, ConfigError, RunFolderInUse
-from megafp8.launch import slurm
+from megafp8.launch import kubernetes, slurm
 from megafp8.launch.job import Job, build_job, check_job
 from megafp8.launch.process_pool import OUTPUT_FILE, PooledRun, ProcessPool, RunOutcome, training_command
 from megafp8.launch.study import Study, StudyRun, labels_text
@@ -36,26 +36,32 @@ SUBMITTED_FILE = "submitted.jsonl"
 GPUS_PER_NODE = 8
 
 
-def build_jobs(study: Study, runs: Sequence[StudyRun]) -> list[Job]:
-    """Build the job arrays of these runs. The study's `slurm` has the fields of the jobs.
+def build_jobs(study: Study, runs: Sequence[StudyRun], launcher: str = "slurm") -> list[Job]:
+    """Build the job arrays of these runs.
+
+    Args:
+        launcher: the study's key with the fields of the jobs, `slurm` or `kubernetes`.
 
     Raises:
         ConfigError: fields are unknown or set by the study itself, GPUs do not fill nodes, or runs that share a node do
             not request CPUs.
     """
-    if own := [name for name in ("name", "training", "runs", "nodes", "ranks_per_node") if name in study.slurm]:
-        raise ConfigError(f"slurm: {', '.join(own)}: set by the study; remove them")
+    given: Mapping[str, Any] = getattr(study, launcher)
+    if own := [name for name in ("name", "training", "runs", "nodes", "ranks_per_node") if name in given]:
+        raise ConfigError(f"{launcher}: {', '.join(own)}: set by the study; remove them")
+    default = kubernetes.DEFAULTS if launcher == "kubernetes" else {}
     sizes = list(dict.fromkeys(run.world_size for run in runs))
     jobs = []
     for size in sizes:
         name = study.name if len(sizes) == 1 else f"{study.name}-{size}"
         fields = {
-            "name": name, "logs": str(study.folder / "logs" / name), **study.slurm, **job_shape(study, size),
+            **default, "name": name, "logs": str(study.folder / "logs" / name), **given,
+            **job_shape(given, launcher, size),
             "runs": [list(run.flags[len(study.common.flags) :]) for run in runs if run.world_size == size],
         }  # fmt: skip
         job = build_job(fields, study.common.flags)
         check_job(job)
-        if not job.exclusive and not job.cpus_per_node:
+        if launcher == "slurm" and not job.exclusive and not job.cpus_per_node:
             memory, exclusive = "sbatch: {mem: 64G}", "exclusive: true"
             if study.slurm_flag:
                 memory, exclusive = (f"{study.slurm_flag} {text}" for text in ("sbatch.mem=64G", "exclusive=true"))
@@ -68,23 +74,25 @@ def build_jobs(study: Study, runs: Sequence[StudyRun]) -> list[Job]:
     return jobs
 
 
-def job_shape(study: Study, world_size: int) -> dict[str, str]:
+def job_shape(given: Mapping[str, Any], launcher: str, world_size: int) -> dict[str, str]:
     """Fields of a job for the nodes and GPUs, or ranks, of a run. Runs smaller than a node share it.
 
     Raises:
         ConfigError: the run is larger than a node, but not a multiple of it.
     """
     try:
-        per_node = int(study.slurm.get("gpus_per_node", GPUS_PER_NODE))
+        per_node = int(given.get("gpus_per_node", GPUS_PER_NODE))
     except ValueError:
-        raise ConfigError(f"slurm: gpus_per_node: {study.slurm['gpus_per_node']!r} must be an integer") from None
+        raise ConfigError(f"{launcher}: gpus_per_node: {given['gpus_per_node']!r} must be an integer") from None
     if per_node == 0:
         return {"gpus_per_node": "0", "ranks_per_node": str(world_size)}
     if world_size <= per_node:
-        shared = {"exclusive": "false"} if world_size < per_node and "exclusive" not in study.slurm else {}
-        return {"gpus_per_node": str(world_size)} | shared
+        is_shared = launcher == "slurm" and world_size < per_node and "exclusive" not in given
+        return {"gpus_per_node": str(world_size)} | ({"exclusive": "false"} if is_shared else {})
     if world_size % per_node:
-        raise ConfigError(f"gpus: {world_size} is not a multiple of the {per_node} of a node (slurm: gpus_per_node)")
+        raise ConfigError(
+            f"gpus: {world_size} is not a multiple of the {per_node} of a node ({launcher}: gpus_per_node)"
+        )
     return {"gpus_per_node": str(per_node), "nodes": str(world_size // per_node)}
 
 

@@ -29,7 +29,7 @@ from megafp8.errors import INTERNAL, PREEMPTED, CheckpointError, ConfigError, Da
 from megafp8.resilience.run_lock import remove_stale_job_lock
 from megafp8.resilience.run_state import RunState, current_state, finished_state, last_recorded_step, read_run_state
 from megafp8.utils.best_effort import LogFile
-from megafp8.utils.process import SLURM_JOB_VARIABLE, handled_stop_signals, set_parent_death_signal
+from megafp8.utils.process import handled_stop_signals, job_id, set_parent_death_signal
 
 RESTARTS_FILE = "restarts.jsonl"
 # Exit statuses after which the same command would fail in the same way.
@@ -161,7 +161,7 @@ class Supervisor:
             return PREEMPTED, f"received {signal.Signals(self.stop_signal).name}; run the same command again to resume"
         if last.state == "preempted" and self.policy.ends_when_preempted:
             return PREEMPTED, "run the same command again to resume"
-        if num_stillborn >= MAX_STILLBORN:
+        if num_stillborn > min(MAX_STILLBORN - 1, self.policy.max_restarts):
             # A command that has trained before is valid and may work later or on another node. But a run that is done
             # may refuse another start, which leaves no run state.
             has_trained = last.saved_step and finished_state(self.folder) is None
@@ -180,8 +180,8 @@ class Supervisor:
     def start_once(self, last: Optional[StartRecord]) -> StartRecord:
         """Run the command once, and append the result to the log."""
         before, started_at = read_run_state(self.folder), time.time()
-        if SLURM_JOB_VARIABLE in os.environ:
-            remove_stale_job_lock(os.environ[SLURM_JOB_VARIABLE], self.folder)
+        if (job := job_id()) is not None:
+            remove_stale_job_lock(job, self.folder)
         environment = dict(os.environ)
         # torchrun's grace period, and the signals that it forwards (PET_ variables are its flags).
         environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(round(self.policy.grace_s))

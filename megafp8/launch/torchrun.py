@@ -5,16 +5,13 @@ from __future__ import annotations
 import shlex
 
 from megafp8.errors import ConfigError
-from megafp8.launch.job import PRETRAIN, SUPERVISE, Job
-from megafp8.launch.shell_lines import bash_array, environment_lines, join_script, training_lines
+from megafp8.launch.job import KUBERNETES_FIELDS, PRETRAIN, SUPERVISE, Job
+from megafp8.launch.shell_lines import environment_lines, join_script, torchrun_array, training_lines
 
-SLURM_FIELDS = ("cpus_per_node", "exclusive", "time", "partition", "account", "sbatch", "max_requeues", "check_nodes")
-
-
-def unused_fields(job: Job) -> tuple[str, ...]:
-    """Names of the fields that the job sets and that have an effect under Slurm only."""
-    default = Job(name=job.name, training=())
-    return tuple(name for name in SLURM_FIELDS if getattr(job, name) != getattr(default, name))
+UNUSED_FIELDS = (
+    "cpus_per_node", "exclusive", "time", "partition", "account", "sbatch", "max_requeues", "check_nodes",
+    *KUBERNETES_FIELDS,
+)  # fmt: skip
 
 
 def script(job: Job) -> str:
@@ -69,14 +66,7 @@ def torchrun_lines(job: Job) -> list[str]:
     return [
         "# The output of each rank is logged to a separate file under",
         f"# {job.log_folder}/ranks/NODE; that of the first rank of this machine is also shown here.",
-        *bash_array(
-            "torchrun",
-            [
-                f"python3 -m torch.distributed.run --nproc-per-node {job.ranks} --redirects 3 --tee 0:3",
-                meeting,
-                f'--log-dir {shlex.quote(job.log_folder)}/ranks/"$(hostname)"',
-            ],
-        ),
+        *torchrun_array(job, [meeting, f'--log-dir {shlex.quote(job.log_folder)}/ranks/"$(hostname)"']),
         *start,
         f'{"  " if start else "exec "}"${{torchrun[@]}}" {PRETRAIN} "${{training[@]}}"',
     ]

@@ -76,7 +76,7 @@ def acquire_run_lock(folder: Path) -> RunLock:
 
 
 def remove_stale_job_lock(job: str, folder: Path) -> bool:
-    """Remove the lock of an earlier start of the same Slurm job, which may have run on another node.
+    """Remove the lock of an earlier start of the same Slurm job or JobSet, which may have run on another node.
 
     For a launcher that starts them one after the other and knows that it has ended. Otherwise a node that died would
     keep the folder locked for `STALE_S`.

@@ -29,6 +29,7 @@ ENDED_STATES = ("Z", "X", "x")
 STOPPED_STATE = "T"
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 SLURM_JOB_VARIABLE = "SLURM_JOB_ID"
+JOBSET_VARIABLE = "JOBSET_UID"  # the manifests of `launch/kubernetes.py` set it
 # Signals on which a run saves a checkpoint and exits. SIGHUP means that the terminal was closed.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 STDERR = 2  # file descriptor; sys.stderr may be replaced
@@ -44,7 +45,7 @@ class Process:
         host: hostname, for messages.
         place: boot id and PID namespace in which `pid` is valid.
         started: start time in clock ticks since boot; it tells apart two processes with the same PID.
-        job: Slurm job id; None outside Slurm.
+        job: id of the Slurm job or JobSet; None outside of both.
     """
 
     host: str
@@ -72,8 +73,12 @@ class Process:
 def current_process() -> Process:
     """Identity of the calling process."""
     _, started = read_proc_stat(os.getpid()) or ("", 0)
-    host, job = os.uname().nodename, os.environ.get(SLURM_JOB_VARIABLE)
-    return Process(host, pid_namespace(), os.getpid(), started, job)
+    return Process(os.uname().nodename, pid_namespace(), os.getpid(), started, job_id())
+
+
+def job_id() -> Optional[str]:
+    """Id of the Slurm job or JobSet of this process, which its restarts share; None outside of both."""
+    return os.environ.get(SLURM_JOB_VARIABLE) or os.environ.get(JOBSET_VARIABLE) or None
 
 
 def handled_stop_signals() -> tuple[signal.Signals, ...]:

@@ -24,8 +24,7 @@ TAKEN_BY = {
         "--tokenizer-type NullTokenizer --vocab-size 1000 --tensor-model-parallel-size 2 --dry-run"
     ],
     "docs/data.md": ["pretrain_gpt.py " + TRAINING.replace("--mock-data", f"--data-phases {FILE}") + " --dry-run"],
-    "docs/install.md": [f"launcher/slurm.py {FILE} --partition gpu --dry-run"],
-    "docs/launching.md": [f"launcher/slurm.py {FILE} --dry-run"],
+    "docs/clusters.md": [f"launcher/slurm.py {FILE} --dry-run"],
     "docs/precision.md": [f"pretrain_gpt.py {TRAINING} --precision-map {FILE} --dry-run"],
     "docs/tutorials/megatron_to_slurm.md": [f"launcher/slurm.py {FILE} --dry-run"],
     "docs/scaling_studies.md": [

@@ -253,8 +253,8 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
     "docs/install.md": dict.fromkeys(
         (". tools/setup_venv.sh", ". .venv/bin/activate", "pip install", "uv venv", "uv pip", "conda create", "export"),
         "installs packages",
-    )
-    | dict.fromkeys(("docker", "enroot", "apptainer"), "needs the program and a registry"),
+    ),
+    "docs/clusters.md": dict.fromkeys(("docker", "enroot", "apptainer"), "needs the program and a registry"),
     "docs/tutorials/hugging_face.md": {"hf download": "needs a network"},
     "docs/dev/reliability_internals.md": {
         "python -m pytest tests/faults": TESTS,

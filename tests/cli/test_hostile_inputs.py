@@ -101,6 +101,7 @@ PATHS = ("x" * 300, "runs/\udcff")
 ARGUMENTS = {
     "launcher/check_nodes.py": ["judge {} --nodes a"],
     "launcher/scaling_study.py": ["{}", "study.yaml --folder {}"],
+    "launcher/kubernetes.py": ["{}", "--output {}", "--project {}", "--name a -- --save {} --load {}"],
     "launcher/slurm.py": ["{}", "--logs {}", "--output {}", "--mounts {}", "--name a -- --save {} --load {}"],
     "launcher/torchrun.py": ["{}", "--logs {}", "--mounts {}", "--name a -- --save {} --load {}"],
     "launcher/stability.py": ["--output-dir {}"],

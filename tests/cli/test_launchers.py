@@ -14,9 +14,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from benchmarks.ports import free_ports
-from megafp8.cli import slurm, torchrun
+from megafp8.cli import kubernetes, slurm, torchrun
 from megafp8.cli.job_options import read_arguments
 from megafp8.config import flags
 from megafp8.launch.job import Job
@@ -35,7 +36,7 @@ def launcher():
 def test_there_is_an_example_of_each_kind() -> None:
     assert {path.stem for path in EXAMPLES} >= {
         "llama_1b_one_node", "llama3_8b_multi_node", "learning_rates", "fineweb_edu_h200", "blackwell_mxfp8",
-        "blackwell_nvfp4", "preprocess",
+        "blackwell_nvfp4", "preprocess", "kubernetes_llama3_8b",
     }  # fmt: skip
 
 
@@ -63,11 +64,27 @@ def test_an_example_is_a_valid_script_and_a_plan_that_fits(example: Path, launch
         assert needed and max(needed) < 0.8 * (180 if target == "b200" else 141)
 
 
+def test_one_job_file_is_a_script_and_a_manifest(launcher, tmp_path: Path, capsys) -> None:
+    """Each launcher names the fields that it does not use."""
+    example, path = str(ROOT / "examples/jobs/kubernetes_llama3_8b.yaml"), tmp_path / "job.yaml"
+    assert kubernetes.main([example, "--partition", "gpu", "--output", str(path)]) == 0
+    assert capsys.readouterr().err == "notice: not used by Kubernetes: partition\n"
+    assert [each["kind"] for each in yaml.safe_load_all(path.read_text())] == ["TrainingRuntime", "TrainJob"]
+    own = ["--kind", "jobset", "--rdma", "rdma/ib=4", "--node-selector", "zone=a"]
+    assert kubernetes.main([example, *own]) == 0
+    told = capsys.readouterr().out
+    assert "kind: JobSet\n" in told and "rdma/ib: 4\n" in told and "zone: a\n" in told
+    assert kubernetes.main([example, "--rdma", "rdma/ib"]) == 64
+    assert "--rdma rdma/ib: RESOURCE=N" in capsys.readouterr().err
+    assert launcher.main([example, "--dry-run"]) == 0
+    assert capsys.readouterr().err == "notice: not used by Slurm: image, claim, namespace, rdma, node_selector\n"
+
+
 def test_every_job_field_is_an_option_and_documented(launcher) -> None:
     fields = {field.name for field in dataclasses.fields(Job)}
     options = {action.dest for action in launcher.build_parser()._actions}
     assert fields - options == {"training", "runs", "preprocess"}
-    document = (ROOT / "docs/launching.md").read_text()
+    document = (ROOT / "docs/clusters.md").read_text()
     rows = document[document.index("| field | meaning |") :].split("\n\n")[0].splitlines()[2:]
     assert {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])} == fields
 

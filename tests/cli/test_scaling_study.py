@@ -11,6 +11,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import yaml
 from forked_python import forked_python
 from forked_script import run_script
 
@@ -129,6 +130,7 @@ def test_one_wrong_run_refuses_the_study(tmp_path: Path, before: str, after: str
         (("--gpu", "h200", "--status"), "--gpu h200: is for the times of a --dry-run"),
         (("--parallel", "2", "--status"), "--parallel 2: --status runs nothing"),
         (("--parallel", "2", "--slurm"), "--parallel 2: is for runs on this machine"),
+        (("--parallel", "2", "--kubernetes"), "these are jobs of Kubernetes; give --local, or `array_limit`"),
     ],
 )
 def test_wrong_flags_of_the_study(tmp_path: Path, arguments: tuple[str, ...], told: str) -> None:
@@ -136,6 +138,21 @@ def test_wrong_flags_of_the_study(tmp_path: Path, arguments: tuple[str, ...], to
     path.write_text(STUDY, encoding="utf-8")
     result = run_script("launcher/scaling_study.py", path, *arguments)
     assert result.returncode == 64 and told in result.stderr
+
+
+def test_a_study_for_kubernetes_is_printed(tmp_path: Path) -> None:
+    """Runs of one node are an indexed job of a JobSet."""
+    path = tmp_path / "tiny.yaml"
+    fields = "{image: megafp8, claim: shared, gpus_per_node: 0, partition: cpu}"
+    path.write_text(f"{STUDY}\nkubernetes: {fields}\n", encoding="utf-8")
+    result = run_script("launcher/scaling_study.py", path, "--folder", "runs/tiny", "--kubernetes")
+    assert result.returncode == 0 and result.stderr == "notice: not used by Kubernetes: partition\n"
+    (jobset,) = yaml.safe_load_all(result.stdout)
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    assert (jobset["kind"], replicated["template"]["spec"]["completions"]) == ("JobSet", 4)
+    path.write_text(STUDY, encoding="utf-8")
+    result = run_script("launcher/scaling_study.py", path, "--kubernetes")
+    assert result.returncode == 64 and "image: missing" in result.stderr
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples/studies").glob("*.yaml")), ids=lambda path: path.stem)

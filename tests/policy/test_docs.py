@@ -59,7 +59,7 @@ INSTALL_FLAGS = {
     "--no-build-isolation", "--force-reinstall", "--no-deps", "--no-cache-dir", "--rm", "--gpus",
     "--ipc", "--shm-size", "--python", "--gres", "--user",
 }  # fmt: skip
-# Of Slurm's commands, in docs/launching.md and docs/tutorials/megatron_to_slurm.md.
+# Of Slurm's commands, in docs/clusters.md and docs/tutorials/megatron_to_slurm.md.
 SLURM_FLAGS = {
     "--job-name", "--signal", "--requeue", "--cpu-bind", "--kill-on-bad-exit", "--container-image", "--nodes",
     "--ntasks-per-node", "--gpus-per-node", "--nproc-per-node", "--me",

@@ -93,6 +93,15 @@ def test_a_run_with_progress_may_be_requeued(tmp_path: Path) -> None:
     assert (status, log[-1]["state"]) == (70, "stillborn")
 
 
+def test_without_restarts_a_run_that_never_began_has_the_status_of_its_command(tmp_path: Path) -> None:
+    """But if it has trained before, another start may help."""
+    status, told, log = supervise(tmp_path / "new", "nothing", "--max-restarts", "0")
+    assert (status, len(log)) == (3, 1) and "failed before training" in told[-1]
+    supervise(tmp_path / "old", "70:40:47", "--max-restarts", "0")
+    status, _, log = supervise(tmp_path / "old", "70:40:47 nothing", "--max-restarts", "0")
+    assert (status, log[-1]["state"]) == (70, "stillborn")
+
+
 def signalled(folder: Path, *signals: signal.Signals, **options: Any) -> tuple[int, str]:
     """Exit status and messages of a supervisor that receives signals while its run waits."""
     process = subprocess.Popen(command(folder, "wait:8:8 done:60:60"), stderr=subprocess.PIPE, text=True, **options)
