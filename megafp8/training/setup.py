@@ -74,8 +74,11 @@ def build_training_run(
     datasets: tuple[Any, Any, Any] = (None, None, None)
     if has_data:
         report = print_at_intervals(0.0 if config.logging.verbose else REPORT_INTERVAL_S)
-        starts = first_samples(config, rank_position.world_size)
-        datasets = build_datasets(config, tokenizer, num_samples, report, local_rank() == 0, starts)
+        datasets = build_datasets(
+            config.data, tokenizer, num_samples, seed=config.training.seed, save=config.checkpoint.save,
+            phase_starts=first_samples(config, rank_position.world_size),
+            on_progress=report, is_first_of_machine=local_rank() == 0,
+        )  # fmt: skip
         if tasks and datasets[1] is None:
             raise ConfigError(
                 "--eval-tasks is for validations, and the run has no validation data: give --valid-data-path, or a "
