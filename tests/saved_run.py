@@ -11,6 +11,7 @@ from ranks import run_ranks
 
 from megafp8.config import dimensions, flags
 from megafp8.config.layer_backends import EMULATED
+from megafp8.config.lr_schedule import schedule_samples
 from megafp8.config.schema import RunConfig
 from megafp8.mcore import cpu_patches
 
@@ -43,14 +44,14 @@ def configure(text: str, tokenizer_model: str | Path | None = None) -> RunConfig
 def build_initial(config: RunConfig) -> TrainingState:
     """Step 0 of a run on this rank."""
     build_process_groups(config)
-    world_size = dist.get_world_size()
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
     vocab_size = dimensions.padded_vocab_size(config, tokenizer.vocab_size)
     transformer_config = build_transformer_config(config, EMULATED, on_cuda=False)
     model = build_model(config, transformer_config, EMULATED, vocab_size)
     chunks = add_gradient_buffers(config, transformer_config, EMULATED, model)
     optimizer = build_optimizer(config, transformer_config, EMULATED, chunks)
-    return TrainingState(chunks, optimizer, build_schedule(config, optimizer, world_size))
+    samples = schedule_samples(config, dist.get_world_size())
+    return TrainingState(chunks, optimizer, build_schedule(config.optimizer, samples, config.checkpoint, optimizer))
 
 
 def copy_as_step(path: Path, folder: Path, step: int) -> None:

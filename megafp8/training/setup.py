@@ -14,7 +14,9 @@ from megafp8.checkpoint.progress import TrainingState
 from megafp8.checkpoint.state_dict import chained_optimizers
 from megafp8.config import derived, dimensions, iterations, multi_token
 from megafp8.config.data_phases import first_samples
+from megafp8.config.fused_adam import fused_adam_problem
 from megafp8.config.layer_backends import LayerBackend
+from megafp8.config.lr_schedule import schedule_samples
 from megafp8.config.schema import RunConfig
 from megafp8.data.datasets import build_datasets
 from megafp8.data.task_files import load_tasks, truncations
@@ -149,7 +151,7 @@ def build_training_state(
         chunks = add_gradient_buffers(config, transformer_config, implementation, model)
     optimizer = build_optimizer(config, transformer_config, implementation, chunks)
     layer_runtime(implementation).set_optimizer_state(config, chained_optimizers(optimizer))
-    problem = fused_adam.problem(config, platform.kind == "cuda")
+    problem = fused_adam_problem(config) or fused_adam.device_problem(config.optimizer, platform.kind == "cuda")
     check_graph_optimizer(config, problem)
     if problem is None:
         num_replicas = config.parallel.num_replicas
@@ -160,7 +162,8 @@ def build_training_state(
     settings, ema = config.optimizer, None
     if settings.ema_decay is not None:
         ema = WeightEma(optimizer, chunks, settings.ema_decay, settings.ema_interval, settings.ema_dtype)
-    return TrainingState(chunks, optimizer, build_schedule(config, optimizer, world_size), weight_ema=ema)
+    schedule = build_schedule(settings, schedule_samples(config, world_size), config.checkpoint, optimizer)
+    return TrainingState(chunks, optimizer, schedule, weight_ema=ema)
 
 
 def build_gradient_buffers(config: RunConfig, training_state: TrainingState, implementation: LayerBackend) -> StepPart:
