@@ -23,7 +23,7 @@ from megafp8.config.schema import RunConfig
 from megafp8.config.stages import virtual_pipeline_size
 from megafp8.device.layer_support import ignore_attention_switches
 from megafp8.fsdp.runtime import FsdpRuntime
-from megafp8.mcore.config import build_optimizer_config
+from megafp8.mcore.config import build_ddp_config, build_optimizer_config
 from megafp8.mcore.layer_runtime import LayerRuntime
 from megafp8.mcore.mixture_patches import gather_weights_once
 from megafp8.mcore.modules import mark_expert_weights
@@ -147,7 +147,8 @@ def add_gradient_buffers(
 ) -> list[DistributedDataParallel]:
     """Wrap each chunk with its gradients and their data-parallel reduction."""
     runtime = FsdpRuntime() if config.parallel.shards_weights else DDP
-    return runtime.wrap(config, transformer_config, layer_runtime(implementation), chunks)
+    codes = partial(layer_runtime(implementation).codes_to_gather, config)
+    return runtime.wrap(transformer_config, build_ddp_config(config), config.parallel, chunks, codes)
 
 
 def build_optimizer(

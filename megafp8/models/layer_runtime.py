@@ -110,7 +110,7 @@ class EmulatedRuntime(LayerRuntime):
         return codes, lambda: any(linear.has_cached_codes for linear in linears)
 
     def set_optimizer_state(self, config: RunConfig, optimizers: Iterable[Any]) -> None:
-        emulate_low_precision_state(config, optimizers)
+        emulate_low_precision_state(config.optimizer, optimizers)
 
     def counters(self, config: RunConfig, linears: Sequence[str], model: Model, device: torch.device) -> LinearCounters:
         return EmulatedCounters(linears, model, device)

@@ -35,7 +35,8 @@ def build(config: RunConfig, core_config: OptimizerConfig, chunks: Sequence[Any]
         chunks: the model chunks with gradient buffers.
     """
     if not updates_matrices(config):
-        return get_megatron_optimizer(core_config, list(chunks), config_overrides=mup_overrides(config, core_config))
+        overrides = mup_overrides(config.model, core_config)
+        return get_megatron_optimizer(core_config, list(chunks), config_overrides=overrides)
     groups = {
         **get_standard_config_overrides(core_config),
         matrices(): {IS_MATRIX: True},

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megafp8.config.schema import RunConfig
+from megafp8.config.schema import OptimizerConfig
 from megafp8.quantization.rounding import cast, decode
 from megafp8.quantization.scaling import MOMENT_FORMAT_MAX, compute_amax, master_dequant_scale, moment_dequant_scale
 from megafp8.recipes.formats import E4M3
@@ -33,13 +33,12 @@ from megafp8.recipes.formats import E4M3
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def emulate_low_precision_state(config: RunConfig, optimizers: Iterable[Any]) -> None:
+def emulate_low_precision_state(settings: OptimizerConfig, optimizers: Iterable[Any]) -> None:
     """Round the state of megatron-core's optimizers after each update, as the dtype flags ask.
 
     Args:
         optimizers: distributed optimizers, whose Adam keeps FP32 state.
     """
-    settings = config.optimizer
     if not settings.use_precision_aware_optimizer:
         return
     dtypes = dict(zip(MOMENTS, (settings.exp_avg_dtype, settings.exp_avg_sq_dtype), strict=True))
