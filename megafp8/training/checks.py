@@ -187,25 +187,25 @@ def with_epochs(
         problems: to which the reason is added, if the data or the batch has no such number.
     """
     flag, training = f"--num-epochs {num_epochs:g}", config.training
-    samples, problem = 0, ""
+    # Where the number is not known, any will do, so that rules find no further problem with it.
+    steps = training.train_iters or 10**6
     if training.train_iters is not None or training.train_samples is not None:
-        problem = f"{flag} and --train-iters or --train-samples are both given: keep one"
+        problems.append(f"{flag} and --train-iters or --train-samples are both given: keep one")
     elif iterations.has_batch_schedule(training):
-        problem = f"{flag}: the batch size changes during the run; give --train-samples"
+        problems.append(f"{flag}: the batch size changes during the run; give --train-samples")
     elif config.data.data_phases:
-        problem = f"{flag}: phases of data have no epochs; give --train-iters or --train-samples"
+        problems.append(f"{flag}: phases of data have no epochs; give --train-iters or --train-samples")
     else:
         try:
-            samples = samples_of_epoch(config.data)
-            batch = iterations.global_batch_size(config, world_size)
+            samples, batch = samples_of_epoch(config.data), iterations.global_batch_size(config, world_size)
         except (ConfigError, DataError, ValueError) as error:
-            problem = f"{flag}: {error}; give --train-iters"
-    if problem:
-        problems.append(problem)
-        # Any number, so that rules find no further problem with it.
-        return with_values(config, {"training.train_iters": training.train_iters or 10**6})
-    steps = math.ceil(num_epochs * samples / batch)
-    warnings.append(f"{flag}: --train-iters {steps:,} (an epoch is {samples:,} samples = {samples / batch:,.1f} steps)")
+            problems.append(f"{flag}: {error}; give --train-iters")
+        else:
+            steps, length = (
+                math.ceil(num_epochs * samples / batch),
+                f"{samples:,} samples = {samples / batch:,.1f} steps",
+            )
+            warnings.append(f"{flag}: --train-iters {steps:,} (an epoch is {length})")
     return with_values(config, {"training.train_iters": steps})
 
 
