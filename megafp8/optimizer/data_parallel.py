@@ -12,8 +12,7 @@ from typing import Any, Optional
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.distributed import DistributedDataParallel
 
 from megafp8.config.schema import ParallelConfig
 from megafp8.mcore.grad_reduction import reduction_group
@@ -27,23 +26,20 @@ from megafp8.optimizer.received_bytes import ReceivedBytes
 
 Excludes = Callable[[Any], bool]
 """Whether a parameter is not quantized."""
+CodesOfChunk = Callable[[Any], CodesByLinear]
 
 
 class DataParallelRuntime:
     """megatron-core's DDP: a rank has all weights, and buckets of gradients, which are reduced once in a step."""
 
     def wrap(
-        self,
-        core: TransformerConfig,
-        ddp: DistributedDataParallelConfig,
-        parallel: ParallelConfig,
-        chunks: Sequence[Any],
-        codes_to_gather: Callable[[Any], CodesByLinear],
+        self, core: Any, ddp: Any, parallel: ParallelConfig, chunks: Sequence[Any], codes_of: CodesOfChunk
     ) -> list[Any]:
         """Wrap each chunk of a model with its gradients and their reduction.
 
         Args:
-            codes_to_gather: of a chunk, which sharded weights with `ddp.fp8_param_gather` use.
+            ddp: `mcore.config.build_ddp_config`.
+            codes_of: what ranks gather of a chunk with sharded weights, if `ddp.fp8_param_gather` says so.
         """
         wrapped = partial(DistributedDataParallel, core, ddp)
         provide_allocator(parallel)

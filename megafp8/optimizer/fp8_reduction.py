@@ -42,9 +42,7 @@ def build_fp8_reduction(
     num_ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     if not precision.grad_reduce_in_fp8 or num_ranks == 1:
         return None
-    patterns = precision.grad_reduce_fp8_exclude
-    if patterns == (NO_PATTERN,):
-        patterns = ()
+    patterns = () if precision.grad_reduce_fp8_exclude == (NO_PATTERN,) else precision.grad_reduce_fp8_exclude
     settings = GradientCodes(
         format={each.name: each for each in (E4M3, E5M2)}[precision.grad_reduce_fp8_format],
         is_blockwise=precision.grad_reduce_fp8_scaling == "block",

@@ -35,16 +35,12 @@ CLIP_EPSILON = 1e-6  # megatron-core's
 
 def device_problem(settings: OptimizerConfig, on_cuda: bool) -> Optional[str]:
     """Why this machine cannot run the fused Adam; None if it can. `config.fused_adam` has what settings prevent."""
-    moments = (settings.exp_avg_dtype, settings.exp_avg_sq_dtype)
-    problems = (
-        (not on_cuda, "no CUDA device"),
-        (
-            "fp8" in moments and on_cuda and torch.cuda.get_device_capability() < FP8_CAST_CAPABILITY,
-            "FP8 moments on a GPU that has no casts to FP8",
-        ),
-        (on_cuda and not distrib_optimizer.USING_TE_OPTIMIZER, "no Transformer Engine, whose Adam keeps the state"),
-    )
-    return next((reason for applies, reason in problems if applies), None)
+    if not on_cuda:
+        return "no CUDA device"
+    has_fp8 = "fp8" in (settings.exp_avg_dtype, settings.exp_avg_sq_dtype)
+    if has_fp8 and torch.cuda.get_device_capability() < FP8_CAST_CAPABILITY:
+        return "FP8 moments on a GPU that has no casts to FP8"
+    return None if distrib_optimizer.USING_TE_OPTIMIZER else "no Transformer Engine, whose Adam keeps the state"
 
 
 def clip_factor(max_norm: float, grad_norm: float) -> float:

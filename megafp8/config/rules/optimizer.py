@@ -76,11 +76,10 @@ def wsd_has_its_decay(config: RunConfig, world_size: int) -> Iterator[str]:
         yield "--lr-decay-style WSD needs the length of its decay: --lr-wsd-decay-iters (or --lr-wsd-decay-samples)"
         return
     samples = known_schedule(config, world_size)
-    decay = None if samples is None else samples.wsd_decay
-    if samples is not None and decay is not None and decay + samples.warmup > samples.decay:
+    if samples is not None and samples.wsd_decay is not None and samples.wsd_decay + samples.warmup > samples.decay:
         yield (
-            f"WSD's decay of {decay} samples and the warmup of {samples.warmup:g} samples exceed the schedule of "
-            f"{samples.decay} samples: lower --lr-wsd-decay-iters or --lr-wsd-decay-samples"
+            f"WSD's decay of {samples.wsd_decay} samples and the warmup of {samples.warmup:g} samples exceed the "
+            f"schedule of {samples.decay} samples: lower --lr-wsd-decay-iters or --lr-wsd-decay-samples"
         )
 
 
