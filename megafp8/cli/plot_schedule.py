@@ -14,7 +14,6 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -119,10 +118,8 @@ def main(argv: Sequence[str]) -> int:
     for warning in warmup_warnings(config, ranks):
         print(f"notice: {warning}", file=sys.stderr)
     marks, last = schedule_marks(config, ranks), iterations.train_iters(config, ranks)
-    preview = partial(
-        preview_schedule, config.optimizer, schedule_samples(config, ranks), iterations.batch_schedule(config, ranks)
-    )
-    found = preview(rows_of(config, ranks, marks))
+    samples, batches = schedule_samples(config, ranks), iterations.batch_schedule(config, ranks)
+    found = preview_schedule(config.optimizer, samples, batches, rows_of(config, ranks, marks))
     if options.json:
         print(json.dumps([dataclasses.asdict(each) for each in found], indent=2))
     else:
@@ -132,7 +129,8 @@ def main(argv: Sequence[str]) -> int:
         stride = max(1, last // NUM_DRAWN)
         corners = {min(last, round(step)) for step in marks.values()}
         corners |= {near for step in batch_changes(config, ranks) for near in (step - 1, step)}
-        drawn = preview(sorted({*range(1, last + 1, stride), *corners, last}))
+        steps = sorted({*range(1, last + 1, stride), *corners, last})
+        drawn = preview_schedule(config.optimizer, samples, batches, steps)
         draw(drawn, marks, config, options.output)
         print(f"wrote {options.output}", file=sys.stderr)
     return 0

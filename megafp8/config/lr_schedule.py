@@ -34,7 +34,6 @@ class ScheduleSamples:
 def schedule_samples(config: RunConfig, world_size: int) -> ScheduleSamples:
     """The lengths of the schedules of learning rate and weight decay."""
     optimizer, steps = config.optimizer, config.training.train_iters
-    warmup: float
     if steps is None:
         samples = iterations.train_samples(config, world_size)
         decay, warmup = optimizer.lr_decay_samples or samples, optimizer.lr_warmup_samples
@@ -45,9 +44,8 @@ def schedule_samples(config: RunConfig, world_size: int) -> ScheduleSamples:
         decay = samples if optimizer.lr_decay_iters is None else optimizer.lr_decay_iters * batch
         warmup = optimizer.lr_warmup_iters * batch
         wsd_decay = None if optimizer.lr_wsd_decay_iters is None else optimizer.lr_wsd_decay_iters * batch
-    if optimizer.lr_warmup_fraction is not None:
-        warmup = optimizer.lr_warmup_fraction * decay
-    return ScheduleSamples(warmup, decay, wsd_decay, weight_decay=samples)
+    fraction = optimizer.lr_warmup_fraction
+    return ScheduleSamples(warmup if fraction is None else fraction * decay, decay, wsd_decay, weight_decay=samples)
 
 
 def weight_decay_range(optimizer: OptimizerConfig) -> tuple[float, float]:

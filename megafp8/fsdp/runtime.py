@@ -15,17 +15,15 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megafp8.config.schema import ParallelConfig
 from megafp8.fsdp import gradients
-from megafp8.mcore.layer_runtime import CodesByLinear, CodesOf
+from megafp8.mcore.layer_runtime import CodesOf
 from megafp8.mcore.torch_fsdp import TorchFSDP, agree_on_overflow, dtensor_like, fsdp_modules, fsdp_parameters
-from megafp8.optimizer.data_parallel import DataParallelRuntime, Excludes
+from megafp8.optimizer.data_parallel import CodesOfChunk, DataParallelRuntime, Excludes
 from megafp8.optimizer.fp8_gradients import Fp8Reduction, GradientCodes
 from megafp8.optimizer.gradient_checks import GradientNormCheck
 from megafp8.optimizer.received_bytes import ReceivedBytes
@@ -37,18 +35,13 @@ class FsdpRuntime(DataParallelRuntime):
     """The runtime of chunks that are a `TorchFSDP`."""
 
     def wrap(
-        self,
-        core: TransformerConfig,
-        ddp: DistributedDataParallelConfig,
-        parallel: ParallelConfig,
-        chunks: Sequence[Any],
-        codes_to_gather: Callable[[Any], CodesByLinear],
+        self, core: Any, ddp: Any, parallel: ParallelConfig, chunks: Sequence[Any], codes_of: CodesOfChunk
     ) -> list[Any]:
         sharded = [TorchFSDP(core, ddp, chunk, parallel.num_replicas) for chunk in chunks]
         for chunk in sharded:
             chunk.data_parallel = self
             if ddp.fp8_param_gather:
-                give_codes(chunk, *codes_to_gather(chunk))
+                give_codes(chunk, *codes_of(chunk))
         return sharded
 
     def finish_optimizers(self, parts: Iterable[Any]) -> None:
