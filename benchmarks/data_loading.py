@@ -67,7 +67,7 @@ def write_index_of(prefix: Path, lengths: np.ndarray) -> None:
 
 def build(prefix: Path, cache: Path, num_samples: int, packing: str = "cut") -> Any:
     """The training dataset of a shard."""
-    from megafp8.config.schema import DataConfig, RunConfig
+    from megafp8.config.schema import DataConfig
     from megafp8.data.datasets import build_datasets
     from megafp8.data.tokenizers.build import build_tokenizer
 
@@ -76,7 +76,7 @@ def build(prefix: Path, cache: Path, num_samples: int, packing: str = "cut") -> 
         tokenizer_type="NullTokenizer", packing=packing,
     )  # fmt: skip
     tokenizer = build_tokenizer(data, VOCAB_SIZE)
-    return build_datasets(RunConfig(data=data), tokenizer, (num_samples, 0, 0))[0]
+    return build_datasets(data, tokenizer, (num_samples, 0, 0), seed=1234)[0]
 
 
 def megatron_dataset(prefix: Path, cache: Path, num_samples: int) -> Any:

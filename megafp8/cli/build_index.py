@@ -71,7 +71,10 @@ def build(config: RunConfig, world_size: int) -> None:
 
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
     num_samples, starts = iterations.dataset_samples(config, world_size), first_samples(config, world_size)
-    datasets = build_datasets(config, tokenizer, num_samples, on_progress=log, phase_starts=starts)
+    seed, save = config.training.seed, config.checkpoint.save
+    datasets = build_datasets(
+        config.data, tokenizer, num_samples, seed=seed, save=save, phase_starts=starts, on_progress=log
+    )
     for phase in datasets[0].datasets if starts and datasets[0] else ():
         log(str(phase))
     built = {split: dataset for split, dataset in zip(SPLITS, datasets, strict=True) if dataset is not None}

@@ -22,6 +22,7 @@ from megafp8.cli.command_flags import add_flags, path_flag, switch
 from megafp8.cli.common import build_command_parser, install_patches, returns_exit_status
 from megafp8.config import flags, iterations, rules, topology
 from megafp8.config.data_phases import schedule_marks
+from megafp8.config.lr_schedule import schedule_samples
 from megafp8.config.rules import batch, data, declared, optimizer, profile, training
 from megafp8.config.rules.base import rules_of
 from megafp8.config.rules.setting_warnings import warmup_warnings
@@ -117,7 +118,8 @@ def main(argv: Sequence[str]) -> int:
     for warning in warmup_warnings(config, ranks):
         print(f"notice: {warning}", file=sys.stderr)
     marks, last = schedule_marks(config, ranks), iterations.train_iters(config, ranks)
-    found = preview_schedule(config, ranks, rows_of(config, ranks, marks))
+    samples, batches = schedule_samples(config, ranks), iterations.batch_schedule(config, ranks)
+    found = preview_schedule(config.optimizer, samples, batches, rows_of(config, ranks, marks))
     if options.json:
         print(json.dumps([dataclasses.asdict(each) for each in found], indent=2))
     else:
@@ -127,7 +129,8 @@ def main(argv: Sequence[str]) -> int:
         stride = max(1, last // NUM_DRAWN)
         corners = {min(last, round(step)) for step in marks.values()}
         corners |= {near for step in batch_changes(config, ranks) for near in (step - 1, step)}
-        drawn = preview_schedule(config, ranks, sorted({*range(1, last + 1, stride), *corners, last}))
+        steps = sorted({*range(1, last + 1, stride), *corners, last})
+        drawn = preview_schedule(config.optimizer, samples, batches, steps)
         draw(drawn, marks, config, options.output)
         print(f"wrote {options.output}", file=sys.stderr)
     return 0

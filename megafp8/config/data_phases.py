@@ -22,7 +22,7 @@ from typing import Any
 
 from megafp8.config import iterations
 from megafp8.config.batch_schedule import SUFFIXES
-from megafp8.config.data_blend import parse_blend
+from megafp8.config.data_blend import Blend, parse_blend
 from megafp8.config.lr_schedule import lr_marks
 from megafp8.config.schema import DataConfig, RunConfig
 from megafp8.errors import ConfigError
@@ -150,6 +150,22 @@ def first_samples(config: RunConfig, world_size: int) -> tuple[int, ...]:
     if problems:
         raise ConfigError(problems)
     return tuple(starts)
+
+
+def training_blends(config: RunConfig, world_size: int) -> Iterator[tuple[float, Blend]]:
+    """The blends of shards for training, each with its share of the samples.
+
+    Raises:
+        ConfigError: as `first_samples`.
+        ValueError: a list of shards cannot be parsed.
+    """
+    phases = parse_phases(config.data)
+    if not phases:
+        yield 1.0, parse_blend(config.data.train_data_path or config.data.data_path)
+        return
+    total = iterations.train_samples(config, world_size)
+    for phase, (start, end) in zip(phases, pairwise([*first_samples(config, world_size), total]), strict=True):
+        yield (end - start) / total, parse_blend(phase.words)
 
 
 def schedule_marks(config: RunConfig, world_size: int) -> dict[str, float]:

@@ -36,9 +36,8 @@ def tokenizer_type(data: DataConfig) -> Optional[str]:
     return data.tokenizer_type
 
 
-def split(config: RunConfig) -> Optional[str]:
+def split(data: DataConfig) -> Optional[str]:
     """Fractions for training, validation and test, for example `969,30,1`; None if each has its own shards."""
-    data = config.data
     if data.train_data_path or data.valid_data_path or data.test_data_path or (data.data_phases and not data.data_path):
         return None
     return data.split if data.split is not None else DEFAULT_SPLIT
@@ -57,13 +56,13 @@ def split_shares(text: str) -> tuple[float, ...]:
     return shares
 
 
-def num_training_documents(config: RunConfig, count: int) -> int:
+def num_training_documents(data: DataConfig, count: int) -> int:
     """Documents of a shard that `--split` gives to training, of `count`: rounded as by megatron-core.
 
     Raises:
         ValueError: the split cannot be parsed.
     """
-    text = split(config)
+    text = split(data)
     shares = (1.0,) if text is None else split_shares(text)
     return round(shares[0] / sum(shares) * count)
 

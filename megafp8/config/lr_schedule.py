@@ -7,44 +7,45 @@ They follow Megatron-LM's `get_optimizer_param_scheduler`. The settings that the
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Optional
 
 from megafp8.config import iterations
 from megafp8.config.schema import OptimizerConfig, RunConfig
 
 
-def lr_decay_samples(config: RunConfig, world_size: int) -> int:
-    """Samples at which the schedule ends; by default the end of the run."""
-    optimizer = config.optimizer
-    if config.training.train_iters is None:
-        return optimizer.lr_decay_samples or iterations.train_samples(config, world_size)
-    steps = optimizer.lr_decay_iters if optimizer.lr_decay_iters is not None else config.training.train_iters
-    return steps * iterations.global_batch_size(config, world_size)
+@dataclass(frozen=True)
+class ScheduleSamples:
+    """Lengths of the schedules of a run, in samples.
+
+    Attributes:
+        warmup: linear warm-up of the learning rate. With --lr-warmup-fraction it may be fractional, as in Megatron-LM.
+        decay: from the start of the run to the end of the schedule; by default the end of the run.
+        wsd_decay: the final decay of WSD; None if not given.
+        weight_decay: over which weight decay changes from its start to its end value: those of the run.
+    """
+
+    warmup: float
+    decay: int
+    wsd_decay: Optional[int]
+    weight_decay: int
 
 
-def lr_warmup_samples(config: RunConfig, world_size: int) -> float:
-    """Samples of linear warm-up. With --lr-warmup-fraction it may be fractional, as in Megatron-LM."""
-    optimizer = config.optimizer
-    if optimizer.lr_warmup_fraction is not None:
-        return optimizer.lr_warmup_fraction * lr_decay_samples(config, world_size)
-    if config.training.train_iters is None:
-        return optimizer.lr_warmup_samples
-    return optimizer.lr_warmup_iters * iterations.global_batch_size(config, world_size)
-
-
-def lr_wsd_decay_samples(config: RunConfig, world_size: int) -> Optional[int]:
-    """Samples of the final decay of WSD; None if not given."""
-    if config.training.train_iters is None:
-        return config.optimizer.lr_wsd_decay_samples
-    steps = config.optimizer.lr_wsd_decay_iters
-    return None if steps is None else steps * iterations.global_batch_size(config, world_size)
-
-
-def weight_decay_samples(config: RunConfig, world_size: int) -> int:
-    """Samples over which weight decay changes from its start to its end value: those of the run."""
-    if config.training.train_iters is None:
-        return iterations.train_samples(config, world_size)
-    return config.training.train_iters * iterations.global_batch_size(config, world_size)
+def schedule_samples(config: RunConfig, world_size: int) -> ScheduleSamples:
+    """The lengths of the schedules of learning rate and weight decay."""
+    optimizer, steps = config.optimizer, config.training.train_iters
+    if steps is None:
+        samples = iterations.train_samples(config, world_size)
+        decay, warmup = optimizer.lr_decay_samples or samples, optimizer.lr_warmup_samples
+        wsd_decay = optimizer.lr_wsd_decay_samples
+    else:
+        batch = iterations.global_batch_size(config, world_size)
+        samples = steps * batch
+        decay = samples if optimizer.lr_decay_iters is None else optimizer.lr_decay_iters * batch
+        warmup = optimizer.lr_warmup_iters * batch
+        wsd_decay = None if optimizer.lr_wsd_decay_iters is None else optimizer.lr_wsd_decay_iters * batch
+    fraction = optimizer.lr_warmup_fraction
+    return ScheduleSamples(warmup if fraction is None else fraction * decay, decay, wsd_decay, weight_decay=samples)
 
 
 def weight_decay_range(optimizer: OptimizerConfig) -> tuple[float, float]:
@@ -57,11 +58,10 @@ def weight_decay_range(optimizer: OptimizerConfig) -> tuple[float, float]:
 
 def lr_marks(config: RunConfig, world_size: int) -> dict[str, float]:
     """Samples at which a phase of the learning rate begins or ends, by its label."""
-    end = lr_decay_samples(config, world_size)
-    samples = {"warm-up ends": lr_warmup_samples(config, world_size), "decay ends": float(end)}
-    decay_samples = lr_wsd_decay_samples(config, world_size)
-    if decay_samples is not None:
-        samples["decay begins"] = end - decay_samples
+    lengths = schedule_samples(config, world_size)
+    samples = {"warm-up ends": lengths.warmup, "decay ends": float(lengths.decay)}
+    if lengths.wsd_decay is not None:
+        samples["decay begins"] = lengths.decay - lengths.wsd_decay
     if config.optimizer.lr_decay_style == "constant":
         del samples["decay ends"]
     return samples

@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Optional, TypeVar
@@ -29,7 +30,7 @@ from megatron.core.datasets.utils import Split, normalize
 from megafp8.config import derived
 from megafp8.config.data_blend import Blend, parse_blend
 from megafp8.config.data_phases import parse_phases
-from megafp8.config.schema import DataConfig, RunConfig
+from megafp8.config.schema import DataConfig
 from megafp8.config.schema.io import BEST_FIT
 from megafp8.data.gpt_dataset import EpochsBlend, EpochsConfig, EpochsDataset, MockEpochsDataset
 from megafp8.data.index_cache import IndexCache
@@ -90,12 +91,15 @@ class CheckedShard:
 
 
 def build_datasets(
-    config: RunConfig,
+    data: DataConfig,
     tokenizer: Tokenizer,
     num_samples: tuple[int, int, int],
+    *,
+    seed: int,
+    save: Optional[str] = None,
+    phase_starts: Sequence[int] = (),
     on_progress: Callable[[str], None] = lambda text: None,
     is_first_of_machine: bool = True,
-    phase_starts: Sequence[int] = (),
 ) -> Datasets:
     """Build the datasets of a run with valid settings. All ranks call it, or one process without ranks.
 
@@ -104,12 +108,13 @@ def build_datasets(
     is raised on all ranks.
 
     Args:
-        config: its data section, seed, and --save for the path of the cache.
         tokenizer: tokenizer of the shards.
         num_samples: sequences that training, validation and test will read; 0 builds no such dataset.
+        seed: of the order of the samples.
+        save: folder of the run, which has the cache unless `--data-cache-path` is given.
+        phase_starts: the first training sample of each phase (`data_phases.first_samples`).
         on_progress: called on rank 0 with a message about each index that is built, and about a long check of shards.
         is_first_of_machine: this rank is.
-        phase_starts: the first training sample of each phase (`data_phases.first_samples`).
 
     Returns:
         Training, validation and test dataset; None where no samples or no data are asked for. Each holds at least the
@@ -119,42 +124,42 @@ def build_datasets(
     Raises:
         DataError: a shard that is damaged, does not fit the tokenizer, or is too small; a cache that cannot be written.
     """
-    plans = _plan_splits(config, num_samples)
+    plans = _plan_splits(data, num_samples)
     if phase_starts and num_samples[0]:
-        plans = _plan_phases(config, num_samples[0], phase_starts) + [each for each in plans if each.split.value]
+        plans = _plan_phases(data, num_samples[0], phase_starts) + [each for each in plans if each.split.value]
     if not plans:
         return None, None, None
     prefixes = sorted({prefix for plan in plans for prefix in plan.blend.prefixes})
+    build = partial(_build, data, seed, save, tokenizer, plans)
     built: Optional[Datasets] = None
 
     def check_and_build() -> dict[str, CheckedShard]:
         nonlocal built
-        shards = _check_shards(config.data, prefixes, tokenizer, on_progress)
-        built = _build(config, tokenizer, plans, shards, on_progress)
+        shards = _check_shards(data, prefixes, tokenizer, on_progress)
+        built = build(shards, on_progress)
         return shards
 
     shards = _call_on_rank_zero(check_and_build)
     try:
         if built is None and is_first_of_machine:
-            built = _build(config, tokenizer, plans, shards, lambda text: None)
+            built = build(shards, lambda text: None)
     finally:
         if dist.is_initialized():
             dist.barrier()  # also after an error, so that no rank waits
-    return _build(config, tokenizer, plans, shards, lambda text: None, is_checked=False) if built is None else built
+    return build(shards, lambda text: None, is_checked=False) if built is None else built
 
 
-def _plan_splits(config: RunConfig, num_samples: tuple[int, int, int]) -> list[SplitPlan]:
+def _plan_splits(data: DataConfig, num_samples: tuple[int, int, int]) -> list[SplitPlan]:
     """The datasets that the settings ask for, with the documents and shards of each."""
-    data = config.data
     own_paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
-    if not data.mock_data and derived.split(config) is None:
+    if not data.mock_data and derived.split(data) is None:
         return [
             SplitPlan(split, parse_blend(words), (0.0, 1.0), count)
             for split, words, count in zip(Split, own_paths, num_samples, strict=True)
             if words and count
         ]
     blend = Blend((MOCK_PREFIX,), None) if data.mock_data else parse_blend(data.data_path)
-    text = MOCK_SPLIT if data.mock_data and data.split is None else derived.split(config)
+    text = MOCK_SPLIT if data.mock_data and data.split is None else derived.split(data)
     matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(text))
     return [
         SplitPlan(split, blend, bounds, count, is_optional=split is Split.test and data.split is None)
@@ -163,12 +168,12 @@ def _plan_splits(config: RunConfig, num_samples: tuple[int, int, int]) -> list[S
     ]
 
 
-def _plan_phases(config: RunConfig, num_samples: int, starts: Sequence[int]) -> list[SplitPlan]:
+def _plan_phases(data: DataConfig, num_samples: int, starts: Sequence[int]) -> list[SplitPlan]:
     """The training data of a run with phases. With `--data-path`, `--split` divides the shards of phases, too."""
-    phases = [(phase.name, parse_blend(phase.words)) for phase in parse_phases(config.data)]
+    phases = [(phase.name, parse_blend(phase.words)) for phase in parse_phases(data)]
     sizes = [end - start for start, end in pairwise([*starts, num_samples])]
     prefixes = dict.fromkeys(prefix for _, blend in phases for prefix in blend.prefixes)
-    split = derived.split(config) or "1"
+    split = derived.split(data) or "1"
     bounds, *_ = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
     named = tuple((*phase, size) for phase, size in zip(phases, sizes, strict=True))
     return [SplitPlan(Split.train, Blend(tuple(prefixes), None), bounds, num_samples, named)] if bounds else []
@@ -214,7 +219,9 @@ def _check_shards(
 
 
 def _build(
-    config: RunConfig,
+    data: DataConfig,
+    seed: int,
+    save: Optional[str],
     tokenizer: Tokenizer,
     plans: Sequence[SplitPlan],
     shards: dict[str, CheckedShard],
@@ -226,15 +233,13 @@ def _build(
     Args:
         is_checked: compare the hashes of cached indices.
     """
-    kinds = (
-        (PackedDataset, MockPackedDataset) if config.data.packing == BEST_FIT else (EpochsDataset, MockEpochsDataset)
-    )
-    kind: type[EpochsDataset] = kinds[config.data.mock_data]
-    folder = None if config.data.mock_data else _cache_folder(config, list(shards))
+    kinds = (PackedDataset, MockPackedDataset) if data.packing == BEST_FIT else (EpochsDataset, MockEpochsDataset)
+    kind: type[EpochsDataset] = kinds[data.mock_data]
+    folder = None if data.mock_data else _cache_folder(data, save, list(shards))
     cache = IndexCache(folder, lambda label: on_progress(f"building the index of {label}"), is_checked)
-    datasets_config = _datasets_config(config, tokenizer, shards, cache)
+    datasets_config = _datasets_config(data, seed, tokenizer, shards, cache)
     opened = {prefix: _open_shard(kind, prefix, shard, datasets_config) for prefix, shard in shards.items()}
-    problems = {plan.split: _size_problems(plan, opened, config) for plan in plans}
+    problems = {plan.split: _size_problems(plan, opened, data) for plan in plans}
     plans = [plan for plan in plans if not (plan.is_optional and problems[plan.split])]
     if lines := [line for plan in plans for line in problems[plan.split]]:
         raise DataError("\n".join(lines))
@@ -243,12 +248,11 @@ def _build(
 
 
 def _datasets_config(
-    config: RunConfig, tokenizer: Tokenizer, shards: dict[str, CheckedShard], cache: IndexCache
+    data: DataConfig, seed: int, tokenizer: Tokenizer, shards: dict[str, CheckedShard], cache: IndexCache
 ) -> EpochsConfig:
-    data = config.data
     assert data.seq_length is not None
     return EpochsConfig(
-        random_seed=config.training.seed,
+        random_seed=seed,
         sequence_length=data.seq_length,
         # megatron-core takes a configuration without a blend for one of mock data.
         blend=None if data.mock_data else (list(shards), None),
@@ -283,10 +287,10 @@ def _document_range(plan: SplitPlan, opened: Any) -> tuple[int, int]:
     return first, end
 
 
-def _size_problems(plan: SplitPlan, opened: dict[str, Any], config: RunConfig) -> list[str]:
+def _size_problems(plan: SplitPlan, opened: dict[str, Any], data: DataConfig) -> list[str]:
     """Report each shard whose part is smaller than one sample: seq_length tokens and the label of the last."""
-    assert config.data.seq_length is not None
-    needed, problems = config.data.seq_length + 1, []
+    assert data.seq_length is not None
+    needed, problems = data.seq_length + 1, []
     for prefix in plan.blend.prefixes:
         lengths = opened[prefix].sequence_lengths
         first, end = _document_range(plan, opened[prefix])
@@ -297,20 +301,20 @@ def _size_problems(plan: SplitPlan, opened: dict[str, Any], config: RunConfig) -
             problems.append(
                 f"The {plan.name} part of {prefix} has {tokens} tokens (documents {first} to {end} of {len(lengths)}), "
                 f"but one sample needs {needed} (--seq-length {needed - 1} + 1). "
-                f"{_suggestion(plan, config, has_enough_text=share >= needed)}"
+                f"{_suggestion(plan, data, has_enough_text=share >= needed)}"
             )
     return problems
 
 
-def _suggestion(plan: SplitPlan, config: RunConfig, has_enough_text: bool) -> str:
+def _suggestion(plan: SplitPlan, data: DataConfig, has_enough_text: bool) -> str:
     ways = ["use more text", "a shorter --seq-length"]
     if has_enough_text:
         ways = [
             "Documents are not divided: preprocess with --text-separator, which makes more of a .txt file",
             "use text of its own (--train-data-path, --valid-data-path)",
         ]
-    elif derived.split(config) is not None:
-        ways.insert(0, f"Increase its proportion (--split, now {derived.split(config)}; for example --split 90,10,0)")
+    elif derived.split(data) is not None:
+        ways.insert(0, f"Increase its proportion (--split, now {derived.split(data)}; for example --split 90,10,0)")
     if plan.split is Split.valid:
         ways.append("no validation (--eval-iters 0)")
     text = ", ".join(ways[:-1]) + f", or {ways[-1]}."
@@ -378,10 +382,10 @@ def _build_phases(plan: SplitPlan, kind: type[EpochsDataset], opened: dict[str, 
     return concatenate_phases(names, sizes, parts, config)
 
 
-def _cache_folder(config: RunConfig, prefixes: Sequence[str]) -> Path:
+def _cache_folder(data: DataConfig, save: Optional[str], prefixes: Sequence[str]) -> Path:
     """Return the folder for indices: `--data-cache-path`, else in `--save`, else next to the first shard."""
-    if config.data.data_cache_path:
-        return Path(config.data.data_cache_path)
-    if config.checkpoint.save:
-        return Path(config.checkpoint.save) / "data_cache"
+    if data.data_cache_path:
+        return Path(data.data_cache_path)
+    if save:
+        return Path(save) / "data_cache"
     return local_path(prefixes[0]).parent / "data_cache"

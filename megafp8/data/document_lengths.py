@@ -6,16 +6,14 @@ estimate it here before the first step; the records of a run count it (`document
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Optional
 
 import numpy as np
 
-from megafp8.config import derived, iterations
-from megafp8.config.data_blend import Blend, parse_blend
-from megafp8.config.data_phases import first_samples, parse_phases
-from megafp8.config.schema import RunConfig
+from megafp8.config import derived
+from megafp8.config.data_blend import Blend
+from megafp8.config.schema import DataConfig
 from megafp8.config.schema.io import BEST_FIT
 from megafp8.data.packing import pack_lengths
 from megafp8.data.shards import load_manifest, read_index
@@ -49,15 +47,19 @@ class _Shard(NamedTuple):
     padding_fraction: float
 
 
-def estimate_documents(config: RunConfig, world_size: int) -> DocumentEstimate:
-    """Estimate the documents of a run from `MOST_DOCUMENTS` of each shard. Without need no shard is opened."""
-    data, is_packed = config.data, config.data.packing == BEST_FIT
+def estimate_documents(data: DataConfig, blends: Iterable[tuple[float, Blend]]) -> DocumentEstimate:
+    """Estimate the documents of a run from `MOST_DOCUMENTS` of each shard. Without need no shard is opened.
+
+    Args:
+        blends: `data_phases.training_blends`, whose errors become the problem of the estimate.
+    """
+    is_packed = data.packing == BEST_FIT
     if not data.reset_attention_mask and not is_packed:
         return DocumentEstimate()
     if data.mock_data:
         return DocumentEstimate(problem="documents are made up; name shards with --data-path")
     try:
-        parts = list(_weighted_shards(config, world_size))
+        parts = list(_weighted_shards(data, blends))
     except (ConfigError, DataError, ValueError) as error:
         return DocumentEstimate(problem=str(error))
     weights = [weight for weight, _ in parts]
@@ -80,35 +82,23 @@ def expected_squares(lengths: np.ndarray, seq_length: int) -> np.ndarray:
     return length + 2 * (most * length - (1 + length / seq_length) * sums + sums * (2 * most + 1) / (3 * seq_length))
 
 
-def _weighted_shards(config: RunConfig, world_size: int) -> Iterator[tuple[float, _Shard]]:
+def _weighted_shards(data: DataConfig, blends: Iterable[tuple[float, Blend]]) -> Iterator[tuple[float, _Shard]]:
     """The shards of the training data with their share of the samples."""
     known: dict[str, _Shard] = {}
-    for share, blend in _blends(config, world_size):
+    for share, blend in blends:
         for prefix in blend.prefixes:
-            known[prefix] = known.get(prefix) or _read_shard(config, prefix)
+            known[prefix] = known.get(prefix) or _read_shard(data, prefix)
         shards = [known[prefix] for prefix in blend.prefixes]
         weights = blend.weights or [shard.num_tokens for shard in shards]
         yield from ((share * weight / sum(weights), shard) for weight, shard in zip(weights, shards, strict=True))
 
 
-def _blends(config: RunConfig, world_size: int) -> Iterator[tuple[float, Blend]]:
-    """The blends of shards for training, each with its share of the samples."""
-    phases = parse_phases(config.data)
-    if not phases:
-        yield 1.0, parse_blend(config.data.train_data_path or config.data.data_path)
-        return
-    total = iterations.train_samples(config, world_size)
-    for phase, (start, end) in zip(phases, pairwise([*first_samples(config, world_size), total]), strict=True):
-        yield (end - start) / total, parse_blend(phase.words)
-
-
-def _read_shard(config: RunConfig, prefix: str) -> _Shard:
+def _read_shard(data: DataConfig, prefix: str) -> _Shard:
     """Estimate the training part of a shard.
 
     Raises:
         DataError: the shard is not here, or its part has no tokens.
     """
-    data = config.data
     assert data.seq_length is not None
     if is_url(prefix):
         raise DataError(f"{prefix} is in object storage, from which a plan and a dry run read nothing")
@@ -117,7 +107,7 @@ def _read_shard(config: RunConfig, prefix: str) -> _Shard:
     # A sequence of an index is packed by itself, but without packing only the end of a document is a border.
     has_parts = not is_packed and index.num_documents < len(index.sequence_lengths)
     count = index.num_documents if has_parts else len(index.sequence_lengths)
-    count = derived.num_training_documents(config, count)
+    count = derived.num_training_documents(data, count)
     size = count if count <= MOST_DOCUMENTS else MOST_DOCUMENTS // BLOCKS
     starts = [0] if size == count else np.linspace(0, count - size, BLOCKS).astype(int).tolist()
     parts = []

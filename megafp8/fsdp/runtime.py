@@ -19,12 +19,11 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megafp8.config.schema import RunConfig
+from megafp8.config.schema import ParallelConfig
 from megafp8.fsdp import gradients
-from megafp8.mcore.config import build_ddp_config
-from megafp8.mcore.layer_runtime import CodesOf, LayerRuntime
+from megafp8.mcore.layer_runtime import CodesOf
 from megafp8.mcore.torch_fsdp import TorchFSDP, agree_on_overflow, dtensor_like, fsdp_modules, fsdp_parameters
-from megafp8.optimizer.data_parallel import DataParallelRuntime, Excludes
+from megafp8.optimizer.data_parallel import CodesOfChunk, DataParallelRuntime, Excludes
 from megafp8.optimizer.fp8_gradients import Fp8Reduction, GradientCodes
 from megafp8.optimizer.gradient_checks import GradientNormCheck
 from megafp8.optimizer.received_bytes import ReceivedBytes
@@ -35,12 +34,14 @@ from megafp8.resilience import fault_injection
 class FsdpRuntime(DataParallelRuntime):
     """The runtime of chunks that are a `TorchFSDP`."""
 
-    def wrap(self, config: RunConfig, core: Any, layers: LayerRuntime, chunks: Sequence[Any]) -> list[Any]:
-        sharded = [TorchFSDP(core, build_ddp_config(config), chunk, config.parallel.num_replicas) for chunk in chunks]
+    def wrap(
+        self, core: Any, ddp: Any, parallel: ParallelConfig, chunks: Sequence[Any], codes_of: CodesOfChunk
+    ) -> list[Any]:
+        sharded = [TorchFSDP(core, ddp, chunk, parallel.num_replicas) for chunk in chunks]
         for chunk in sharded:
             chunk.data_parallel = self
-            if config.precision.fp8_param_gather:
-                give_codes(chunk, *layers.codes_to_gather(config.model, config.precision, chunk))
+            if ddp.fp8_param_gather:
+                give_codes(chunk, *codes_of(chunk))
         return sharded
 
     def finish_optimizers(self, parts: Iterable[Any]) -> None:
@@ -59,15 +60,15 @@ class FsdpRuntime(DataParallelRuntime):
         if chunk.replicas is not None:
             chunk.replicas = gradients.QuantizedReplicaSums(chunk, excludes, codes, step)
 
-    def gradient_monitor(self, config: RunConfig, chunks: list[Any], device: torch.device) -> GradientNormCheck:
-        return gradients.ReducedGradientMonitor(chunks, device, is_local=config.precision.grad_reduce_in_fp8)
+    def gradient_monitor(self, chunks: list[Any], device: torch.device, in_fp8: bool) -> GradientNormCheck:
+        return gradients.ReducedGradientMonitor(chunks, device, is_local=in_fp8)
 
     def inject_faults(self, chunks: Sequence[Any]) -> None:
         """The gradients are those of a module in a microbatch."""
         for sums in (sums for chunk in chunks for sums in chunk.sums):
             gradients.add_reduction_hook(sums.module, lambda values: fault_injection.poison("step.gradients", values))
 
-    def gather_traffic(self, config: RunConfig, chunks: list[Any]) -> ReceivedBytes:
+    def gather_traffic(self, chunks: list[Any]) -> ReceivedBytes:
         return gradients.CountedGather(chunks)
 
     def reduction_traffic(self, chunks: list[Any]) -> ReceivedBytes:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megafp8.config import derived, precision_map
 from megafp8.config.precision_map import build_linear_recipe, build_recipe, name_of_all_experts
-from megafp8.config.schema import RunConfig
+from megafp8.config.schema import LoggingConfig, ModelConfig, PrecisionConfig
 from megafp8.metrics.accumulators import accumulate, accumulate_with_triton
 from megafp8.metrics.recipe_comparison import GEMMS
 from megafp8.metrics.records import TensorStats
@@ -97,16 +97,14 @@ class StatisticsPlan:
         return itertools.chain.from_iterable(self.tracked.values())
 
 
-def build_statistics_plan(config: RunConfig) -> StatisticsPlan:
+def build_statistics_plan(model: ModelConfig, precision: PrecisionConfig, logging: LoggingConfig) -> StatisticsPlan:
     """The plan of `--fp8-log-layers` and `--fp8-what-if`."""
-    what_if = [(True, registry.get(name).rules()) for name in derived.what_if_recipes(config.logging)]
-    names = precision_map.linears_with_statistics(config.model, config.precision)
-    patterns = derived.log_layer_patterns(config.logging)
+    what_if = [(True, registry.get(name).rules()) for name in derived.what_if_recipes(logging)]
+    names = precision_map.linears_with_statistics(model, precision)
+    patterns = derived.log_layer_patterns(logging)
     linears = tuple(name for name in names if any(precision_map.matches_pattern(name, each) for each in patterns))
-    choices = precision_map.resolve(config.model, config.precision)
-    recipes = {
-        linear: build_linear_recipe(config.precision, choices[name_of_all_experts(linear)]) for linear in linears
-    }
+    choices = precision_map.resolve(model, precision)
+    recipes = {linear: build_linear_recipe(precision, choices[name_of_all_experts(linear)]) for linear in linears}
     tracked = {
         (linear, operand): tuple(
             tensor
@@ -117,7 +115,7 @@ def build_statistics_plan(config: RunConfig) -> StatisticsPlan:
         for linear in linears
         for operand in Operand
     }
-    return StatisticsPlan(linears, tracked, build_recipe(config.precision), recipes)
+    return StatisticsPlan(linears, tracked, build_recipe(precision), recipes)
 
 
 def tracked_tensors(linear: str, operand: Operand, recipe: LinearRecipe, is_what_if: bool) -> Iterator[TrackedTensor]:

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
+from megafp8.config.health_case import HealthCase
 from megafp8.config.precision_schedule import is_quantized_at
-from megafp8.config.schema import RunConfig
 from megafp8.metrics import health_suggestions
-from megafp8.metrics.health_suggestions import suggestion_text
 from megafp8.metrics.records import EventRecord, QuantizationRecord, TensorStats, linear_of
 
 MOVING_OCTAVES = 1.0  # more than twice or less than half of the amax before
@@ -193,12 +193,12 @@ class HealthMonitor:
     """Applies the rules to the newest statistics records. Each warning about a tensor is reported once.
 
     Args:
-        config: of the run.
+        case: the run.
         warmup_steps: of the learning rate; some rules apply only afterwards.
     """
 
-    def __init__(self, config: RunConfig, warmup_steps: float = 0):
-        self.config, self.warmup_steps = config, warmup_steps
+    def __init__(self, case: HealthCase, warmup_steps: float = 0):
+        self.case, self.warmup_steps = case, warmup_steps
         self.records: deque[QuantizationRecord] = deque(maxlen=NUM_GROWING)
         self.num_records = 0
         self.first_seen: dict[str, dict[str, int]] = {rule.name: {} for rule in RULES}
@@ -214,7 +214,7 @@ class HealthMonitor:
             new = [warning for warning in (rule.find(records) if records else ()) if warning.tensor not in seen]
             seen.update((warning.tensor, record.step) for warning in new)
             if new:
-                suggestions = suggestion_text(rule.suggestions, self.config, linear_of(new[0].tensor))
+                suggestions = "; ".join(rule.suggestions(replace(self.case, linear=linear_of(new[0].tensor))))
                 detail = f"{rule.name}: {warnings_text(new)}" + (f"; try: {suggestions}" if suggestions else "")
                 events.append(EventRecord(step=record.step, name=EVENT, detail=detail))
         return events
@@ -240,7 +240,7 @@ class HealthMonitor:
 
     def no_statistics_reason(self, first_step: int, last_step: int) -> str:
         """Why there was no statistics step."""
-        interval, precision = self.config.logging.fp8_log_interval, self.config.precision
+        interval, precision = self.case.fp8_log_interval, self.case.precision
         assert interval is not None
         steps, text = range(first_step, last_step + 1), f"steps {first_step} to {last_step}"
         if not any(step % interval == 0 for step in steps):

@@ -7,13 +7,12 @@ run accepts another schedule or other number formats only with an --override fla
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Optional
 
 from megafp8.config import derived, mixture, precision_map
-from megafp8.config.precision_map import GEMMS, LinearChoice
-from megafp8.config.schema import RunConfig
+from megafp8.config.health_case import HealthCase
+from megafp8.config.precision_map import GEMMS
+from megafp8.config.schema import ModelConfig, OptimizerConfig, TrainingConfig
 from megafp8.recipes import registry
-from megafp8.recipes.base import Recipe
 
 LONG_AMAX_HISTORY = 16  # steps
 WARMUP_FACTOR = 2
@@ -22,81 +21,45 @@ STATISTICS_INTERVAL = 100  # if the run has no statistics; a step that stops the
 AUX_LOSS_COEFF = 0.01  # that of Switch Transformer, if the run has none
 
 
-class Case(NamedTuple):
-    """A run and the linear of a warning: `layers.3.linear_fc1`, or None if it is not known."""
-
-    config: RunConfig
-    linear: Optional[str] = None
-
-    @property
-    def choice(self) -> LinearChoice:
-        """The recipes of the linear, or the run's default if the linear is not known."""
-        if self.linear is None:
-            return precision_map.base_choice(self.config.precision)
-        name = precision_map.name_of_all_experts(self.linear)
-        return precision_map.resolve(self.config.model, self.config.precision)[name]
-
-    @property
-    def recipes(self) -> list[Recipe]:
-        """The recipe objects of `choice`."""
-        return [registry.get(name) for name in self.choice.recipes]
-
-    @property
-    def is_stateful(self) -> bool:
-        """Whether one of the recipes keeps an amax history."""
-        return any(recipe.is_stateful for recipe in self.recipes)
-
-    @property
-    def has_four_bits(self) -> bool:
-        """Whether one of the recipes is of FP4."""
-        return any(recipe.family == "fp4" for recipe in self.recipes)
-
-
-Suggestions = Callable[[Case], Iterator[str]]
-
-
-def suggestion_text(suggestions: Suggestions, config: RunConfig, linear: Optional[str] = None) -> str:
-    """The suggestions in one text."""
-    return "; ".join(suggestions(Case(config, linear)))
+Suggestions = Callable[[HealthCase], Iterator[str]]
 
 
 # --- single suggestions -----------------------------------------------------------------------------------------------
 
 
-def other_recipes(case: Case, names: Sequence[str], why: str) -> Iterator[str]:
+def other_recipes(case: HealthCase, names: Sequence[str], why: str) -> Iterator[str]:
     """Other recipes: for all linears if the linear has that of --fp8-recipe, else for the linear alone."""
     choice = case.choice
     others = " or ".join(name for name in names if name not in choice.recipes)
     if not choice.is_quantized or not others:
         return
-    if case.config.precision.fp8_format is not None and choice == precision_map.base_choice(case.config.precision):
+    if case.precision.fp8_format is not None and choice == precision_map.base_choice(case.precision):
         yield f"--fp8-recipe {others}{why}"
     elif case.linear is not None:
         yield f"--precision {case.linear}={others}{why}"
 
 
-def block_recipes(case: Case) -> Iterator[str]:
+def block_recipes(case: HealthCase) -> Iterator[str]:
     """Recipes with block scales, and statistics of them. FP4 already has shorter blocks."""
     if case.has_four_bits:
         yield from fallbacks(case)
         return
     names = [recipe.name for recipe in reversed(registry.recipes("fp8")) if recipe.block_length]
-    if case.config.logging.fp8_what_if is None:
+    if case.fp8_what_if is None:
         yield f"--fp8-what-if {','.join(names)} to see the effect of recipes with block scales"
     yield from other_recipes(case, names, ", which has one scale per block")
 
 
-def high_precision_linear(case: Case, gemms: Sequence[str] = GEMMS) -> Iterator[str]:
+def high_precision_linear(case: HealthCase, gemms: Sequence[str] = GEMMS) -> Iterator[str]:
     """The linear, or some of its GEMMs, in the dtype of the weights."""
     if case.linear is not None and any(choice.recipe for choice in case.choice):
         suffix = "" if len(gemms) == len(GEMMS) else f":{','.join(gemms)}"
-        dtype = derived.params_dtype(case.config.precision)
+        dtype = derived.params_dtype(case.precision)
         yield f"--precision {case.linear}{suffix}={dtype}, which keeps it in high precision"
 
 
-def lower_learning_rate(case: Case) -> Iterator[str]:
+def lower_learning_rate(optimizer: OptimizerConfig, training: TrainingConfig) -> Iterator[str]:
     """A lower learning rate and a longer warm-up."""
-    optimizer, training = case.config.optimizer, case.config.training
     if optimizer.lr is not None:
         yield f"--lr {optimizer.lr / 2:g}, half of the current value"
     if optimizer.lr_warmup_fraction is not None:
@@ -111,31 +74,31 @@ def lower_learning_rate(case: Case) -> Iterator[str]:
             return
 
 
-def fallbacks(case: Case) -> Iterator[str]:
+def fallbacks(case: HealthCase) -> Iterator[str]:
     """The fallbacks that the linear's recipes name."""
     for recipe in case.recipes:
         for name, why in recipe.fallbacks:
             yield from other_recipes(case, [name], why)
 
 
-def current_scaling(case: Case) -> Iterator[str]:
+def current_scaling(case: HealthCase) -> Iterator[str]:
     """Current scaling in place of delayed scaling."""
     if case.is_stateful:
         yield from fallbacks(case)
 
 
-def longer_amax_history(case: Case) -> Iterator[str]:
+def longer_amax_history(case: HealthCase) -> Iterator[str]:
     """A longer amax history, whose scales leave room for amaxes of earlier steps."""
     if case.is_stateful:
-        length = max(LONG_AMAX_HISTORY, 2 * case.config.precision.fp8_amax_history_len)
+        length = max(LONG_AMAX_HISTORY, 2 * case.precision.fp8_amax_history_len)
         words = f"--fp8-amax-history-len {length} --fp8-amax-compute-algo max"
         yield f"{words}, which leaves headroom in the scales"
 
 
-def more_statistics(case: Case) -> Iterator[str]:
+def more_statistics(case: HealthCase) -> Iterator[str]:
     """Quantization statistics, which name the linear; in high precision those of a what-if recipe."""
-    if case.config.logging.fp8_log_interval is None:
-        is_quantized = precision_map.is_quantized(case.config.precision)
+    if case.fp8_log_interval is None:
+        is_quantized = precision_map.is_quantized(case.precision)
         what_if = "" if is_quantized else f" --fp8-what-if {registry.stateless()[0].name}"
         yield f"--fp8-log-interval {STATISTICS_INTERVAL}{what_if} to find the first linear layer with such values"
 
@@ -143,9 +106,8 @@ def more_statistics(case: Case) -> Iterator[str]:
 # --- suggestions for each rule ----------------------------------------------------------------------------------------
 
 
-def more_balance(case: Case) -> Iterator[str]:
+def more_balance(model: ModelConfig) -> Iterator[str]:
     """Stronger auxiliary losses, or one for a run without; the bias of experts."""
-    model = case.config.model
     if set(model.moe_router_load_balancing_type) <= set(mixture.AUXILIARY_LOSSES):
         stronger = [2 * each or AUX_LOSS_COEFF for each in model.moe_aux_loss_coeff]
         yield f"--moe-aux-loss-coeff {' '.join(f'{each:g}' for each in stronger)}"
@@ -156,82 +118,82 @@ def more_balance(case: Case) -> Iterator[str]:
         yield "--moe-router-enable-expert-bias"
 
 
-def for_nonfinite_values(case: Case) -> Iterator[str]:
+def for_nonfinite_values(case: HealthCase) -> Iterator[str]:
     """Non-finite values."""
-    yield from lower_learning_rate(case)
-    clip = case.config.optimizer.clip_grad
+    yield from lower_learning_rate(case.optimizer, case.training)
+    clip = case.optimizer.clip_grad
     yield f"--clip-grad {clip / 2 if clip else 1:g}"
     yield from current_scaling(case)
     yield from high_precision_linear(case)
-    precision = case.config.precision
+    precision = case.precision
     if case.linear is None and precision_map.is_quantized(precision) and not precision.first_last_layers_bf16:
         yield "--first-last-layers-bf16"
     yield from more_statistics(case)
 
 
-def for_saturation(case: Case) -> Iterator[str]:
+def for_saturation(case: HealthCase) -> Iterator[str]:
     """Quantization scales that are too large for their values."""
     yield from current_scaling(case)
     if case.is_stateful:
-        yield f"--fp8-margin {case.config.precision.fp8_margin + 1}"
+        yield f"--fp8-margin {case.precision.fp8_margin + 1}"
     yield from longer_amax_history(case)
     if case.has_four_bits:
         yield from fallbacks(case)
     yield from high_precision_linear(case)
 
 
-def for_underflow(case: Case) -> Iterator[str]:
+def for_underflow(case: HealthCase) -> Iterator[str]:
     """Gradients that are too small for their scales."""
     choice = case.choice
     if choice.dgrad.format == "e4m3":
-        is_default = choice == precision_map.base_choice(case.config.precision)
+        is_default = choice == precision_map.base_choice(case.precision)
         flag = "--fp8-format hybrid" if is_default else f"--precision {case.linear}={choice.dgrad.recipe}/hybrid"
         yield f"{flag}, whose gradient format represents smaller values, where the recipe has it"
     yield from block_recipes(case)
     yield from high_precision_linear(case, ("dgrad", "wgrad"))
 
 
-def for_noise(case: Case) -> Iterator[str]:
+def for_noise(case: HealthCase) -> Iterator[str]:
     """A recipe with a large error."""
     has_squares = any("fp4_2d_weights" in recipe.option_names for recipe in case.recipes)
-    if has_squares and case.config.precision.fp4_2d_weights:
+    if has_squares and case.precision.fp4_2d_weights:
         yield "--no-fp4-2d-weights, which uses blocks of 16 weights instead of 256"
     yield from current_scaling(case)
     yield from block_recipes(case)
     yield from high_precision_linear(case)
 
 
-def for_moving_scales(case: Case) -> Iterator[str]:
+def for_moving_scales(case: HealthCase) -> Iterator[str]:
     """Amaxes that jump between statistics steps."""
-    yield from lower_learning_rate(case)
+    yield from lower_learning_rate(case.optimizer, case.training)
     yield from current_scaling(case)
 
 
-def for_stale_scales(case: Case) -> Iterator[str]:
+def for_stale_scales(case: HealthCase) -> Iterator[str]:
     """Delayed scales that no longer fit their tensors."""
     yield from current_scaling(case)
-    if case.config.precision.fp8_amax_history_len > 1:
+    if case.precision.fp8_amax_history_len > 1:
         yield "--fp8-amax-history-len 1, whose scales adapt faster"
     yield from longer_amax_history(case)
 
 
-def for_stalled_weights(case: Case) -> Iterator[str]:
+def for_stalled_weights(case: HealthCase) -> Iterator[str]:
     """Updates that do not change a weight: the possible causes."""
-    clip = ", --clip-grad" if case.config.optimizer.clip_grad else ""
+    clip = ", --clip-grad" if case.optimizer.clip_grad else ""
     yield f"check --lr and its schedule at this step{clip}, and whether gradients of the layer underflow"
 
 
-def for_outliers(case: Case) -> Iterator[str]:
+def for_outliers(case: HealthCase) -> Iterator[str]:
     """A channel that uses up the range of the others."""
     yield from block_recipes(case)
-    if not (case.config.model.qk_layernorm or case.config.model.qk_l2_norm):
+    if not case.has_normed_attention:
         yield "--qk-layernorm"
-    decay = case.config.optimizer.weight_decay
+    decay = case.optimizer.weight_decay
     yield f"--weight-decay {2 * decay if decay else 0.01:g}"
     yield from high_precision_linear(case)
 
 
-def for_collapsed_router(case: Case) -> Iterator[str]:
+def for_collapsed_router(model: ModelConfig, optimizer: OptimizerConfig, training: TrainingConfig) -> Iterator[str]:
     """A router that sends nearly all tokens to the same experts."""
-    yield from more_balance(case)
-    yield from lower_learning_rate(case)
+    yield from more_balance(model)
+    yield from lower_learning_rate(optimizer, training)

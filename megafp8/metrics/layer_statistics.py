@@ -40,9 +40,9 @@ import torch
 from torch import Tensor
 
 from megafp8.config.guarded_linears import SWIGLU_OUTPUT
-from megafp8.config.precision_map import is_quantized, resolve
-from megafp8.config.schema import RunConfig
-from megafp8.metrics.health_suggestions import Case
+from megafp8.config.precision_map import LinearChoice, is_quantized, resolve
+from megafp8.config.schema import ModelConfig, PrecisionConfig
+from megafp8.recipes import registry
 from megafp8.recipes.formats import E4M3
 
 ALIGNMENT = "SwiGLU alignment"
@@ -125,27 +125,24 @@ def smoothing_helps(statistic: str, name: str) -> bool:
     return statistic == ALIGNMENT or name.endswith(f".{SWIGLU_OUTPUT}.input")
 
 
-def suggestion_text(statistic: str, name: str, config: RunConfig) -> str:
+def suggestion_text(statistic: str, name: str, model: ModelConfig, precision: PrecisionConfig, guard: str) -> str:
     """What helps against a warning, and the run does not have yet.
 
     Args:
         name: of a layer, or of a linear's input: `layers.3.linear_fc2.input`.
+        guard: `--fp8-guard`.
     """
     layer = ".".join(name.split(".")[:2])
-    choices = resolve(config.model, config.precision)
-    output, guard, has_fp8_weights = (
-        f"{layer}.{SWIGLU_OUTPUT}",
-        config.training.fp8_guard,
-        config.precision.fp8_param_gather,
-    )
-    can_smooth = output in choices and choices[output].is_quantized and not Case(config, output).is_stateful
-    can_smooth = can_smooth and config.model.swiglu
+    choices, has_fp8_weights = resolve(model, precision), precision.fp8_param_gather
+    output = choices.get(f"{layer}.{SWIGLU_OUTPUT}", LinearChoice())
+    is_stateful = any(registry.get(recipe).is_stateful for recipe in output.recipes)
+    can_smooth = model.swiglu and output.is_quantized and not is_stateful
     is_useful = {
         SMOOTH: smoothing_helps(statistic, name) and can_smooth and guard != "smooth-swiglu" and not has_fp8_weights,
-        MOVE: guard != "bf16-layer" and not has_fp8_weights and is_quantized(config.precision),
+        MOVE: guard != "bf16-layer" and not has_fp8_weights and is_quantized(precision),
         KEEP: any(choice.is_quantized and linear.startswith(f"{layer}.") for linear, choice in choices.items()),
-        NORM: not (config.model.qk_layernorm or config.model.qk_l2_norm),
-        CAP: config.model.attention_logit_softcapping is None,
+        NORM: not (model.qk_layernorm or model.qk_l2_norm),
+        CAP: model.attention_logit_softcapping is None,
     }
     return "; ".join(text for text in LIMITS[statistic].suggestions if is_useful.get(text, True))
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megafp8.config import dimensions
 from megafp8.config.optimizers import IS_MATRIX, is_layer_wise, updates_matrices
-from megafp8.config.schema import RunConfig
+from megafp8.config.schema import ModelConfig, RunConfig
 from megafp8.mcore.process_groups import is_reduced_over_expert_ranks
 from megafp8.optimizer.layer_wise import LayerWiseOptimizer, Ownership, adopt_fp8_weights
 from megafp8.optimizer.muon import Matrix, Muon, MuonSettings
@@ -35,7 +35,8 @@ def build(config: RunConfig, core_config: OptimizerConfig, chunks: Sequence[Any]
         chunks: the model chunks with gradient buffers.
     """
     if not updates_matrices(config):
-        return get_megatron_optimizer(core_config, list(chunks), config_overrides=mup_overrides(config, core_config))
+        overrides = mup_overrides(config.model, core_config)
+        return get_megatron_optimizer(core_config, list(chunks), config_overrides=overrides)
     groups = {
         **get_standard_config_overrides(core_config),
         matrices(): {IS_MATRIX: True},
@@ -43,7 +44,7 @@ def build(config: RunConfig, core_config: OptimizerConfig, chunks: Sequence[Any]
     ownerships = divide_weights(chunks) if is_layer_wise(config) else []
     with trainable_only(chunks, ownerships):
         optimizer = get_megatron_optimizer(core_config, list(chunks), config_overrides=groups)
-    weights, settings = find_matrices(config, chunks), MuonSettings.from_config(config.optimizer)
+    weights, settings = find_matrices(config.model, chunks), MuonSettings.from_config(config.optimizer)
     for part in optimizer.chained_optimizers:
         part.optimizer = Muon(part.optimizer.param_groups, weights, settings)
         part.init_state_fn = initialize
@@ -100,9 +101,8 @@ def trainable_only(chunks: Sequence[Any], ownerships: Sequence[Ownership]) -> It
             weight.requires_grad_(True)
 
 
-def find_matrices(config: RunConfig, chunks: Sequence[Any]) -> dict[Tensor, Matrix]:
+def find_matrices(model: ModelConfig, chunks: Sequence[Any]) -> dict[Tensor, Matrix]:
     """How each weight that Muon updates is a matrix, by the tensor that the optimizer updates."""
-    model = config.model
     heads = dimensions.query_projection_size(model) // dimensions.num_query_groups(model)
     channels = dimensions.kv_channels(model)
     found = {}

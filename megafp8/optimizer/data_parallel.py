@@ -14,10 +14,9 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
-from megafp8.config.schema import RunConfig
-from megafp8.mcore.config import build_ddp_config
+from megafp8.config.schema import ParallelConfig
 from megafp8.mcore.grad_reduction import reduction_group
-from megafp8.mcore.layer_runtime import LayerRuntime
+from megafp8.mcore.layer_runtime import CodesByLinear
 from megafp8.mcore.nccl_buffers import provide_allocator
 from megafp8.mcore.process_groups import bucket_groups
 from megafp8.optimizer.fp8_gradients import Fp8Reduction, GradientCodes
@@ -27,15 +26,23 @@ from megafp8.optimizer.received_bytes import ReceivedBytes
 
 Excludes = Callable[[Any], bool]
 """Whether a parameter is not quantized."""
+CodesOfChunk = Callable[[Any], CodesByLinear]
 
 
 class DataParallelRuntime:
     """megatron-core's DDP: a rank has all weights, and buckets of gradients, which are reduced once in a step."""
 
-    def wrap(self, config: RunConfig, core: Any, layers: LayerRuntime, chunks: Sequence[Any]) -> list[Any]:
-        """Wrap each chunk of a model with its gradients and their reduction."""
-        wrapped = partial(DistributedDataParallel, core, build_ddp_config(config))
-        provide_allocator(config.parallel)
+    def wrap(
+        self, core: Any, ddp: Any, parallel: ParallelConfig, chunks: Sequence[Any], codes_of: CodesOfChunk
+    ) -> list[Any]:
+        """Wrap each chunk of a model with its gradients and their reduction.
+
+        Args:
+            ddp: `mcore.config.build_ddp_config`.
+            codes_of: what ranks gather of a chunk with sharded weights, if `ddp.fp8_param_gather` says so.
+        """
+        wrapped = partial(DistributedDataParallel, core, ddp)
+        provide_allocator(parallel)
         # Later chunks of a rank finish their backward pass earlier, so their buffers need no buckets to overlap.
         return [wrapped(chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)]
 
@@ -45,8 +52,8 @@ class DataParallelRuntime:
     def send_codes(self, chunk: Any, excludes: Excludes, codes: GradientCodes, step: Fp8Reduction, nodes: Any) -> None:
         """Reduce the gradients of a chunk that are in no buckets as codes. `nodes`: `NodeGroups`, if given."""
 
-    def gradient_monitor(self, config: RunConfig, chunks: list[Any], device: torch.device) -> GradientNormCheck:
-        """The check of gradients for values that are not finite."""
+    def gradient_monitor(self, chunks: list[Any], device: torch.device, in_fp8: bool) -> GradientNormCheck:
+        """The check of gradients, which are reduced in FP8 or not, for values that are not finite."""
         return NonFiniteGradientMonitor(chunks, device)
 
     def inject_faults(self, chunks: Sequence[Any]) -> None:
@@ -54,9 +61,9 @@ class DataParallelRuntime:
         for group in (group for chunk in chunks for group in bucket_groups(chunk)):
             add_grad_sync_hook(group, partial(poison, group))
 
-    def gather_traffic(self, config: RunConfig, chunks: list[Any]) -> Optional[ReceivedBytes]:
+    def gather_traffic(self, chunks: list[Any]) -> Optional[ReceivedBytes]:
         """Build the counter of gathered weights; None where every rank has all weights."""
-        return ParameterTraffic(chunks) if config.parallel.use_distributed_optimizer else None
+        return ParameterTraffic(chunks) if chunks[0].ddp_config.use_distributed_optimizer else None
 
     def reduction_traffic(self, chunks: list[Any]) -> Optional[ReceivedBytes]:
         """Build the counter of gradients that are not reduced as codes; None where nothing is reduced."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megafp8.config.schema import RunConfig
+from megafp8.config.schema import PrecisionConfig
 from megafp8.config.schema.precision import EXCLUDED_BY_DEFAULT, NO_PATTERN
 from megafp8.device.platform import local_world_size
 from megafp8.errors import ConfigError
@@ -27,7 +27,9 @@ from megafp8.recipes.formats import E4M3, E5M2
 EMBEDDING = "embedding.word_embeddings.weight"
 
 
-def build_fp8_reduction(config: RunConfig, chunks: Sequence[Any], device: torch.device) -> Optional[Fp8Reduction]:
+def build_fp8_reduction(
+    precision: PrecisionConfig, chunks: Sequence[Any], device: torch.device
+) -> Optional[Fp8Reduction]:
     """Reduce the gradients of all chunks in FP8; None without the flag, or where no other rank has gradients of these
     weights.
 
@@ -37,11 +39,10 @@ def build_fp8_reduction(config: RunConfig, chunks: Sequence[Any], device: torch.
         ConfigError: on all ranks: a pattern of `--grad-reduce-fp8-exclude` matches no parameter. On ranks whose nodes
             do not fit `--grad-reduce-fp8-intra-node`: see `node_reduction`.
     """
-    precision = config.precision
     num_ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     if not precision.grad_reduce_in_fp8 or num_ranks == 1:
         return None
-    patterns = excluded_patterns(config)
+    patterns = () if precision.grad_reduce_fp8_exclude == (NO_PATTERN,) else precision.grad_reduce_fp8_exclude
     settings = GradientCodes(
         format={each.name: each for each in (E4M3, E5M2)}[precision.grad_reduce_fp8_format],
         is_blockwise=precision.grad_reduce_fp8_scaling == "block",
@@ -98,12 +99,6 @@ def bucket_reduction(
 def start_all(reductions: Sequence[PipelinedReduction | NodeReduction], requested: Sequence[Reduction]) -> Work:
     """Start the reductions of the buckets of a group."""
     return BucketWorks([each.start(request) for each, request in zip(reductions, requested, strict=True)])
-
-
-def excluded_patterns(config: RunConfig) -> tuple[str, ...]:
-    """The patterns of the parameters that are not quantized."""
-    patterns = config.precision.grad_reduce_fp8_exclude
-    return () if patterns == (NO_PATTERN,) else patterns
 
 
 def check_patterns(patterns: Sequence[str], matched: set[str]) -> None:

@@ -26,29 +26,21 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
-from megafp8.config.fused_adam import fused_adam_problem
-from megafp8.config.schema import RunConfig
+from megafp8.config.schema import OptimizerConfig
 from megafp8.optimizer.tensor_table import ParameterRow, build_rows
 
 FP8_CAST_CAPABILITY = (8, 9)  # compute capability
 CLIP_EPSILON = 1e-6  # megatron-core's
 
 
-def problem(config: RunConfig, on_cuda: bool) -> Optional[str]:
-    """Why a run cannot use the fused Adam; None if it can."""
-    moments = (config.optimizer.exp_avg_dtype, config.optimizer.exp_avg_sq_dtype)
-    device_problems = (
-        (not on_cuda, "no CUDA device"),
-        (
-            "fp8" in moments and on_cuda and torch.cuda.get_device_capability() < FP8_CAST_CAPABILITY,
-            "FP8 moments on a GPU that has no casts to FP8",
-        ),
-        (on_cuda and not distrib_optimizer.USING_TE_OPTIMIZER, "no Transformer Engine, whose Adam keeps the state"),
-    )
-    of_config = fused_adam_problem(config)
-    if of_config is not None:
-        return of_config
-    return next((reason for applies, reason in device_problems if applies), None)
+def device_problem(settings: OptimizerConfig, on_cuda: bool) -> Optional[str]:
+    """Why this machine cannot run the fused Adam; None if it can. `config.fused_adam` has what settings prevent."""
+    if not on_cuda:
+        return "no CUDA device"
+    has_fp8 = "fp8" in (settings.exp_avg_dtype, settings.exp_avg_sq_dtype)
+    if has_fp8 and torch.cuda.get_device_capability() < FP8_CAST_CAPABILITY:
+        return "FP8 moments on a GPU that has no casts to FP8"
+    return None if distrib_optimizer.USING_TE_OPTIMIZER else "no Transformer Engine, whose Adam keeps the state"
 
 
 def clip_factor(max_norm: float, grad_norm: float) -> float:

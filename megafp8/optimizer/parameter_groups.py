@@ -9,7 +9,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey, 
 from torch import Tensor
 
 from megafp8.config.mup import width_multiplier
-from megafp8.config.schema import RunConfig
+from megafp8.config.schema import ModelConfig
 
 TABLES = ("embedding", "output_layer")
 """Modules whose matrices are no matrices of the layers: a row for each token or position."""
@@ -25,13 +25,13 @@ def matrices() -> ParamKey:
     return ParamKey(with_name_predicate=ParamWithNamePredicate(name="matrix", fn=is_matrix))
 
 
-def mup_overrides(config: RunConfig, core_config: OptimizerConfig) -> Optional[dict[ParamKey, Any]]:
+def mup_overrides(model: ModelConfig, core_config: OptimizerConfig) -> Optional[dict[ParamKey, Any]]:
     """The parameter groups of muP; None for those that megatron-core has without.
 
     Learning rate and epsilon of the matrices of the layers are divided by the width multiplier. All others have those
     of the settings, or of --decoupled-lr.
     """
-    width = width_multiplier(config.model)
+    width = width_multiplier(model)
     if width == 1:
         return None
     settings = {

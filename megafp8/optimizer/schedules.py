@@ -20,8 +20,9 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler, MegatronGradScaler
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 
-from megafp8.config import iterations, lr_schedule
-from megafp8.config.schema import OptimizerConfig, RunConfig
+from megafp8.config.batch_schedule import BatchSchedule
+from megafp8.config.lr_schedule import ScheduleSamples, weight_decay_range
+from megafp8.config.schema import CheckpointConfig, OptimizerConfig
 
 
 class Schedule(OptimizerParamScheduler):
@@ -40,25 +41,30 @@ class Schedule(OptimizerParamScheduler):
         super().load_state_dict(state_dict)
 
 
-def build_schedule(config: RunConfig, optimizer: MegatronOptimizer, world_size: int) -> Schedule:
-    """Build the schedule: linear warm-up, then `--lr-decay-style`. Advance it with `step(increment=samples)`."""
-    settings = config.optimizer
-    start_weight_decay, end_weight_decay = lr_schedule.weight_decay_range(settings)
+def build_schedule(
+    settings: OptimizerConfig, samples: ScheduleSamples, checkpoint: CheckpointConfig, optimizer: MegatronOptimizer
+) -> Schedule:
+    """Build the schedule: linear warm-up, then `--lr-decay-style`. Advance it with `step(increment=samples)`.
+
+    Args:
+        checkpoint: says whether a loaded checkpoint replaces these settings.
+    """
+    start_weight_decay, end_weight_decay = weight_decay_range(settings)
     return Schedule(
         optimizer,
         init_lr=settings.lr_warmup_init,
         max_lr=settings.lr,
         min_lr=settings.min_lr,
-        lr_warmup_steps=lr_schedule.lr_warmup_samples(config, world_size),
-        lr_decay_steps=lr_schedule.lr_decay_samples(config, world_size),
+        lr_warmup_steps=samples.warmup,
+        lr_decay_steps=samples.decay,
         lr_decay_style=settings.lr_decay_style,
         start_wd=start_weight_decay,
         end_wd=end_weight_decay,
-        wd_incr_steps=lr_schedule.weight_decay_samples(config, world_size),
+        wd_incr_steps=samples.weight_decay,
         wd_incr_style=settings.weight_decay_incr_style,
-        use_checkpoint_opt_param_scheduler=config.checkpoint.use_checkpoint_opt_param_scheduler,
-        override_opt_param_scheduler=config.checkpoint.override_opt_param_scheduler,
-        wsd_decay_steps=lr_schedule.lr_wsd_decay_samples(config, world_size),
+        use_checkpoint_opt_param_scheduler=checkpoint.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=checkpoint.override_opt_param_scheduler,
+        wsd_decay_steps=samples.wsd_decay,
         lr_wsd_decay_style=settings.lr_wsd_decay_style,
     )
 
@@ -87,21 +93,21 @@ class ScheduledStep:
     weight_decay: float
 
 
-def preview_schedule(config: RunConfig, world_size: int, steps: Sequence[int]) -> list[ScheduledStep]:
+def preview_schedule(
+    settings: OptimizerConfig, samples: ScheduleSamples, batches: BatchSchedule, steps: Sequence[int]
+) -> list[ScheduledStep]:
     """Learning rates and weight decay of some steps of a run, from its own schedule but without a model.
 
     Args:
         steps: ascending, counted from 1.
     """
-    settings = config.optimizer
     groups: list[dict[str, Any]] = [{"default_config": True}, {}]
     if settings.decoupled_lr is not None:
         groups[1] = {"max_lr": settings.decoupled_lr}
         if settings.decoupled_min_lr is not None:
             groups[1]["min_lr"] = settings.decoupled_min_lr
     optimizer: Any = SimpleNamespace(param_groups=groups)
-    schedule = build_schedule(config, optimizer, world_size)
-    batches, found = iterations.batch_schedule(config, world_size), []
+    schedule, found = build_schedule(settings, samples, CheckpointConfig(), optimizer), []
     for step in steps:
         schedule.step(increment=batches.advance(step - 1) - schedule.num_steps)
         found.append(

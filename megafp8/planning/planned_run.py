@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Optional
 
 from megafp8.config import derived, model_shapes, stages, topology
+from megafp8.config.data_phases import training_blends
 from megafp8.config.latent_attention import DOWN_PROJECTIONS
 from megafp8.config.precision_map import MLP_LINEARS, OUTPUT_LAYER
 from megafp8.config.schema import RunConfig
@@ -147,7 +148,7 @@ def documents_of(config: RunConfig, world_size: int) -> DocumentEstimate:
     """The lengths of the documents of a run, and its padding."""
     from megafp8.data.document_lengths import estimate_documents  # numpy must come after torch
 
-    return estimate_documents(config, world_size)
+    return estimate_documents(config.data, training_blends(config, world_size))
 
 
 def attention_lines(config: RunConfig, documents: DocumentEstimate) -> list[str]:

@@ -29,9 +29,10 @@ from megafp8.checkpoint.progress import (
     Progress,
     SkippedSamples,
 )
+from megafp8.config.health_case import health_case
 from megafp8.data.loader import describe_samples, samples_of_step
 from megafp8.errors import NumericsError
-from megafp8.metrics.health_suggestions import for_nonfinite_values, suggestion_text
+from megafp8.metrics.health_suggestions import for_nonfinite_values
 from megafp8.optimizer import gradient_checks
 from megafp8.optimizer.gradient_checks import StepTotals
 from megafp8.optimizer.schedules import can_lower_loss_scale, current_loss_scale, describe_overflow
@@ -202,7 +203,7 @@ def check_may_skip(run: Run, progress: Progress, bad_step: BadStep) -> None:
     limit = ""
     if is_skippable and num_before:
         limit = f", after {num_before} consecutive skipped updates (--max-skipped-steps {training.max_skipped_steps})"
-    suggestions = suggestion_text(for_nonfinite_values, run.config)
+    suggestions = "; ".join(for_nonfinite_values(health_case(run.config)))
     raise NumericsError(
         f"step {progress.step + 1}: {bad_step.text}\nthe weights were not updated{limit}\nfix: resume from the last "
         f"checkpoint with other data (--override-sample-order), or try one of: {suggestions}; a "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,19 +11,20 @@ from pathlib import Path
 from typing import Optional
 
 from megafp8.checkpoint.foreign_folder import refuse_foreign_folders
-from megafp8.config import derived, precision_map, rules
+from megafp8.config import derived, iterations, precision_map, rules
 from megafp8.config.flags import ParsedArgs, drop_follow_ups
 from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.megatron_flags import NO_EFFECT
 from megafp8.config.rules.precision import fuses_swiglu_quantization, triton_cast_recipes, uses_op_fuser
 from megafp8.config.schema import RunConfig
 from megafp8.config.schema.precision import EXCLUDED_BY_DEFAULT, NO_PATTERN
-from megafp8.data.epochs import with_epochs
-from megafp8.data.manifest_tokenizer import with_tokenizer_of_shards
+from megafp8.config.settings import with_values
+from megafp8.data.epochs import samples_of_epoch
+from megafp8.data.manifest_tokenizer import tokenizer_of_shards
 from megafp8.device import capability, layer_support
 from megafp8.device.capability import Target
 from megafp8.device.platform import enable_determinism, limit_device_connections, silence_other_ranks, world_size
-from megafp8.errors import CheckpointError, ConfigError
+from megafp8.errors import CheckpointError, ConfigError, DataError
 from megafp8.mcore import cpu_patches
 from megafp8.recipes import registry
 from megafp8.resilience import fault_injection
@@ -124,7 +126,8 @@ def check(parsed: ParsedArgs, problems: list[str]) -> ValidatedRun:
     # Before the problems of flags: without the weights, the shape of the model is missing, too.
     refuse_foreign_folders(parsed.config.checkpoint)
     warnings, problems = list(parsed.warnings), list(problems)
-    config = with_tokenizer_of_shards(parsed.config, warnings, problems)
+    config = parsed.config
+    config = with_values(config, tokenizer_of_shards(config.data, config.model.vocab_size, warnings, problems))
     ranks = parsed.world_size or world_size()
     if parsed.num_epochs is not None:
         config = with_epochs(config, parsed.num_epochs, ranks, warnings, problems)
@@ -172,6 +175,38 @@ def check(parsed: ParsedArgs, problems: list[str]) -> ValidatedRun:
         raise ConfigError(found)
     cpu_patches.install()
     return ValidatedRun(parsed, target, implementation, ranks, tuple(warnings), requested, choices)
+
+
+def with_epochs(
+    config: RunConfig, num_epochs: float, world_size: int, warnings: list[str], problems: list[str]
+) -> RunConfig:
+    """The configuration with the steps that so many passes over the training data take, rounded up.
+
+    Args:
+        warnings: to which the number of steps is added.
+        problems: to which the reason is added, if the data or the batch has no such number.
+    """
+    flag, training = f"--num-epochs {num_epochs:g}", config.training
+    # Where the number is not known, any will do, so that rules find no further problem with it.
+    steps = training.train_iters or 10**6
+    if training.train_iters is not None or training.train_samples is not None:
+        problems.append(f"{flag} and --train-iters or --train-samples are both given: keep one")
+    elif iterations.has_batch_schedule(training):
+        problems.append(f"{flag}: the batch size changes during the run; give --train-samples")
+    elif config.data.data_phases:
+        problems.append(f"{flag}: phases of data have no epochs; give --train-iters or --train-samples")
+    else:
+        try:
+            samples, batch = samples_of_epoch(config.data), iterations.global_batch_size(config, world_size)
+        except (ConfigError, DataError, ValueError) as error:
+            problems.append(f"{flag}: {error}; give --train-iters")
+        else:
+            steps, length = (
+                math.ceil(num_epochs * samples / batch),
+                f"{samples:,} samples = {samples / batch:,.1f} steps",
+            )
+            warnings.append(f"{flag}: --train-iters {steps:,} (an epoch is {length})")
+    return with_values(config, {"training.train_iters": steps})
 
 
 def check_with_size(validated: ValidatedRun, size: int) -> ValidatedRun:

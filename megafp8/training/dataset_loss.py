@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Optional
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor
 from megafp8.checkpoint.metadata import read_config
 from megafp8.config import iterations, topology
 from megafp8.config.schema import RunConfig
-from megafp8.config.settings import with_values
 from megafp8.data.loader import stack_samples
 from megafp8.errors import ConfigError, DataError, NumericsError
 from megafp8.models.emulated_layers import cached_weight_codes
@@ -96,9 +95,11 @@ def validation_batches(
     from megafp8.data.datasets import build_datasets
 
     saved = read_config(model.path)
-    config = with_values(saved, {"data.seq_length": model.context_tokens})
+    data = replace(saved.data, seq_length=model.context_tokens)
     num_samples = validation_samples(saved) if max_tokens is None else -(-max_tokens // model.context_tokens)
-    _, dataset, _ = build_datasets(config, model.tokenizer, (0, num_samples, 0))
+    _, dataset, _ = build_datasets(
+        data, model.tokenizer, (0, num_samples, 0), seed=saved.training.seed, save=saved.checkpoint.save
+    )
     if dataset is None:
         raise ConfigError("the run has no validation data: give --data-path or --input")
 

@@ -13,9 +13,10 @@ from megatron.core.utils import get_model_config
 
 from megafp8.checkpoint.directory import NON_PERSISTENT
 from megafp8.checkpoint.progress import HighPrecisionFallback, Progress, TrainingState
-from megafp8.config import derived, iterations, lr_schedule
+from megafp8.config import derived, iterations
 from megafp8.config.batch_schedule import BatchSchedule
 from megafp8.config.layer_backends import LayerBackend
+from megafp8.config.lr_schedule import schedule_samples
 from megafp8.config.schema import RunConfig
 from megafp8.data.sample_hash import SampleHashChain
 from megafp8.data.task_files import Task
@@ -110,9 +111,7 @@ class Run:
     @cached_property
     def warmup_steps(self) -> float:
         """Steps of the learning rate's warm-up, with a fraction if it ends within a batch."""
-        return self.batch_schedule.steps_until(
-            lr_schedule.lr_warmup_samples(self.config, self.rank_position.world_size)
-        )
+        return self.batch_schedule.steps_until(schedule_samples(self.config, self.rank_position.world_size).warmup)
 
     @property
     def global_batch_size(self) -> int:

@@ -14,6 +14,7 @@ import torch
 
 import megafp8
 from megafp8.config import derived, model_shapes, precision_map, settings
+from megafp8.config.fused_adam import fused_adam_problem
 from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.optimizers import updates_matrices
 from megafp8.config.precision_map import OUTPUT_LAYER
@@ -142,7 +143,7 @@ def describe_update(run: Run) -> dict[str, str]:
     if on_cuda and updates_matrices(run.config):
         found["optimizer"] = f"{run.config.optimizer.optimizer.capitalize()} and AdamW, not in one pass"
     elif on_cuda:
-        problem = fused_adam.problem(run.config, on_cuda)
+        problem = fused_adam_problem(run.config) or fused_adam.device_problem(run.config.optimizer, on_cuda)
         found["optimizer"] = "one pass" if problem is None else f"megatron-core's optimizer ({problem})"
     if isinstance(optimizer, LayerWiseOptimizer):
         own = sum(buffer.nbytes for each in optimizer.ownerships for buffer in each.buffers[each.group.rank()])

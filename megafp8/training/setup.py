@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from megatron.core.distributed import finalize_model_grads
@@ -16,7 +17,9 @@ from megafp8.checkpoint.progress import TrainingState
 from megafp8.checkpoint.state_dict import chained_optimizers
 from megafp8.config import derived, dimensions, iterations, multi_token
 from megafp8.config.data_phases import first_samples
+from megafp8.config.fused_adam import fused_adam_problem
 from megafp8.config.layer_backends import LayerBackend
+from megafp8.config.lr_schedule import schedule_samples
 from megafp8.config.model_plan import plan_model
 from megafp8.config.schema import RunConfig
 from megafp8.data.datasets import build_datasets
@@ -25,7 +28,7 @@ from megafp8.data.tokenizers.build import build_tokenizer
 from megafp8.device.platform import Platform, init_distributed, local_rank, set_num_threads
 from megafp8.errors import ConfigError
 from megafp8.fsdp.runtime import FsdpRuntime
-from megafp8.mcore.config import build_optimizer_config, build_transformer_config
+from megafp8.mcore.config import build_ddp_config, build_optimizer_config, build_transformer_config
 from megafp8.mcore.mixture_patches import gather_weights_once
 from megafp8.mcore.process_groups import build_process_groups, seed_rank
 from megafp8.metrics.timers import StepTimer
@@ -83,8 +86,11 @@ def build_training_run(
     datasets: tuple[Any, Any, Any] = (None, None, None)
     if has_data:
         report = print_at_intervals(0.0 if config.logging.verbose else REPORT_INTERVAL_S)
-        starts = first_samples(config, rank_position.world_size)
-        datasets = build_datasets(config, tokenizer, num_samples, report, local_rank() == 0, starts)
+        datasets = build_datasets(
+            config.data, tokenizer, num_samples, seed=config.training.seed, save=config.checkpoint.save,
+            phase_starts=first_samples(config, rank_position.world_size),
+            on_progress=report, is_first_of_machine=local_rank() == 0,
+        )  # fmt: skip
         if tasks and datasets[1] is None:
             raise ConfigError(
                 "--eval-tasks is for validations, and the run has no validation data: give --valid-data-path, or a "
@@ -155,11 +161,12 @@ def build_training_state(
     model = build_model(plan_model(config), transformer_config, implementation, vocab_size)
     layers = layer_runtime(implementation)
     data_parallel = FsdpRuntime() if config.parallel.shards_weights else DDP
+    codes = partial(layers.codes_to_gather, config.model, config.precision)
     with side_stream() if derived.uses_cuda_graph(config) else nullcontext():
-        chunks = data_parallel.wrap(config, transformer_config, layers, model)
+        chunks = data_parallel.wrap(transformer_config, build_ddp_config(config), config.parallel, model, codes)
     optimizer = build_optimizer(config, transformer_config, implementation, chunks)
     layers.set_optimizer_state(config.optimizer, chained_optimizers(optimizer))
-    problem = fused_adam.problem(config, platform.kind == "cuda")
+    problem = fused_adam_problem(config) or fused_adam.device_problem(config.optimizer, platform.kind == "cuda")
     check_graph_optimizer(config, problem)
     if problem is None:
         num_replicas = config.parallel.num_replicas
@@ -170,7 +177,8 @@ def build_training_state(
     settings, ema = config.optimizer, None
     if settings.ema_decay is not None:
         ema = WeightEma(optimizer, chunks, settings.ema_decay, settings.ema_interval, settings.ema_dtype)
-    return TrainingState(chunks, optimizer, build_schedule(config, optimizer, world_size), weight_ema=ema)
+    schedule = build_schedule(settings, schedule_samples(config, world_size), config.checkpoint, optimizer)
+    return TrainingState(chunks, optimizer, schedule, weight_ema=ema)
 
 
 def start_userbuffers(config: RunConfig, transformer_config: TransformerConfig) -> None:

@@ -397,7 +397,8 @@ def build_gradient_check(config: RunConfig, training_state: TrainingState, devic
     norm_tells = is_complete and isinstance(training_state.optimizer, FusedAdamOptimizer)
     if norm_tells or not config.training.check_for_nan_in_loss_and_grad:
         return GradientNormCheck(training_state.chunks, device, searches_buckets=data_size > 1)
-    return runtime_of(training_state.chunks[0]).gradient_monitor(config, training_state.chunks, device)
+    chunks, in_fp8 = training_state.chunks, config.precision.grad_reduce_in_fp8
+    return runtime_of(chunks[0]).gradient_monitor(chunks, device, in_fp8)
 
 
 def state_parts(
@@ -445,12 +446,12 @@ def state_parts(
 
 def reduction_parts(config: RunConfig, state: TrainingState, device: torch.device) -> Iterator[StepPart]:
     """The parts of the communication of gradients and weights. They hook into it, before the checks of gradients do."""
-    if reduction := build_fp8_reduction(config, state.chunks, device):
+    if reduction := build_fp8_reduction(config.precision, state.chunks, device):
         state.gradient_residuals.extend(reduction.residuals)
         yield Fp8Gradients(reduction, config.precision.grad_reduce_fp8_scaling == "tensor")
     runtime, chunks = runtime_of(state.chunks[0]), state.chunks
     counters = {
-        "param_gather_bytes": state.optimizer if is_layer_wise(config) else runtime.gather_traffic(config, chunks),
+        "param_gather_bytes": state.optimizer if is_layer_wise(config) else runtime.gather_traffic(chunks),
         "grad_reduce_bytes": None if config.precision.grad_reduce_in_fp8 else runtime.reduction_traffic(chunks),
     }
     yield from (Traffic(counter, field) for field, counter in counters.items() if counter is not None)

@@ -16,7 +16,8 @@ from small_run import COMMON, STYLES
 
 from megafp8.analysis.runs import load_run
 from megafp8.cli import built_in_data, run_comparison, training_pool
-from megafp8.config import flags
+from megafp8.config import flags, iterations
+from megafp8.config.lr_schedule import schedule_samples
 from megafp8.config.schema import DataConfig
 from megafp8.errors import INTERNAL, ConfigError, DataError
 from megafp8.launch.process_pool import PooledRun
@@ -89,7 +90,9 @@ def test_runs_are_paired_in_the_report(finished: tuple[Path, subprocess.Complete
 @pytest.mark.slow
 def test_the_schedule_preview_equals_the_recorded_run(finished) -> None:
     run = load_run(finished[0] / "bf16" / "seed7")
-    previewed = preview_schedule(flags.parse(FLAGS).config, 1, [1, 2, 3, 4])
+    config = flags.parse(FLAGS).config
+    samples, batches = schedule_samples(config, 1), iterations.batch_schedule(config, 1)
+    previewed = preview_schedule(config.optimizer, samples, batches, [1, 2, 3, 4])
     assert [step.learning_rate for step in previewed] == pytest.approx([record.learning_rate for record in run.steps])
 
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from types import MappingProxyType
 from typing import Optional
 
-from megafp8.config import derived, iterations, lr_schedule, sharding
+from megafp8.config import derived, iterations, sharding
 from megafp8.config.features import VALUE, given_flags
+from megafp8.config.lr_schedule import ScheduleSamples, schedule_samples
 from megafp8.config.mup import width_multiplier
 from megafp8.config.optimizers import MOMENTS, steps_problem, updates_matrices
 from megafp8.config.rules.base import all_positive, batch_size, flags_without_effect, not_supported
@@ -56,15 +57,12 @@ def warmup_is_given_once(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def warmup_ends_within_the_schedule(config: RunConfig, world_size: int) -> Iterator[str]:
     """Warm-up is shorter than the schedule."""
-    steps = schedule_samples(config, world_size)
-    if steps is None:
-        return
-    warmup = lr_schedule.lr_warmup_samples(config, world_size)
-    if warmup >= steps:
-        batches = iterations.batch_schedule(config, world_size)
+    samples = known_schedule(config, world_size)
+    if samples is not None and samples.warmup >= samples.decay:
+        until = iterations.batch_schedule(config, world_size).steps_until
         yield (
-            f"the warmup of {warmup:g} samples ({batches.steps_until(warmup):g} steps) is not shorter than the "
-            f"schedule of {steps} samples ({batches.steps_until(steps):g} steps): lower --lr-warmup-iters, "
+            f"the warmup of {samples.warmup:g} samples ({until(samples.warmup):g} steps) is not shorter than the "
+            f"schedule of {samples.decay} samples ({until(samples.decay):g} steps): lower --lr-warmup-iters, "
             "--lr-warmup-samples or --lr-warmup-fraction, or make the schedule longer"
         )
 
@@ -77,12 +75,11 @@ def wsd_has_its_decay(config: RunConfig, world_size: int) -> Iterator[str]:
     if optimizer.lr_wsd_decay_iters is None and optimizer.lr_wsd_decay_samples is None:
         yield "--lr-decay-style WSD needs the length of its decay: --lr-wsd-decay-iters (or --lr-wsd-decay-samples)"
         return
-    steps = schedule_samples(config, world_size)
-    decay = None if steps is None else lr_schedule.lr_wsd_decay_samples(config, world_size)
-    if steps is not None and decay is not None and decay + lr_schedule.lr_warmup_samples(config, world_size) > steps:
+    samples = known_schedule(config, world_size)
+    if samples is not None and samples.wsd_decay is not None and samples.wsd_decay + samples.warmup > samples.decay:
         yield (
-            f"WSD's decay of {decay} samples and the warmup of {lr_schedule.lr_warmup_samples(config, world_size):g} "
-            f"samples exceed the schedule of {steps} samples: lower --lr-wsd-decay-iters or --lr-wsd-decay-samples"
+            f"WSD's decay of {samples.wsd_decay} samples and the warmup of {samples.warmup:g} samples exceed the "
+            f"schedule of {samples.decay} samples: lower --lr-wsd-decay-iters or --lr-wsd-decay-samples"
         )
 
 
@@ -223,10 +220,10 @@ def average_is_updated(config: RunConfig, world_size: int) -> Iterator[str]:
         yield "--eval-ema with --eval-iters 0, which leaves out all validations: remove one of them"
 
 
-def schedule_samples(config: RunConfig, world_size: int) -> Optional[int]:
-    """Samples of the schedule; None if the length of the run or the batch size is unknown."""
+def known_schedule(config: RunConfig, world_size: int) -> Optional[ScheduleSamples]:
+    """The lengths of the schedules; None if the length of the run or the batch size is unknown."""
     length = config.training.train_iters or config.training.train_samples
     if batch_size(config, world_size) is None or not all_positive(length):
         return None
-    steps = lr_schedule.lr_decay_samples(config, world_size)
-    return steps if steps > 0 else None
+    samples = schedule_samples(config, world_size)
+    return samples if samples.decay > 0 else None

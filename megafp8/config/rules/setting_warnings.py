@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megafp8.config import derived, dimensions, iterations, lr_schedule, precision_map, sharding
+from megafp8.config import derived, dimensions, iterations, precision_map, sharding
 from megafp8.config.expert_layers import has_capacity, is_mixture
 from megafp8.config.features import given_flags
 from megafp8.config.layer_backends import LayerBackend
@@ -20,7 +20,7 @@ from megafp8.config.rules.gradient_reduction import FLAG as FP8_REDUCTION
 from megafp8.config.rules.gradient_reduction import has_unused_reduction
 from megafp8.config.rules.guard import guard_warnings
 from megafp8.config.rules.moe import PADDING
-from megafp8.config.rules.optimizer import schedule_samples
+from megafp8.config.rules.optimizer import known_schedule
 from megafp8.config.rules.precision import uses_op_fuser
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import settings_by_name, value_of, with_values
@@ -107,12 +107,12 @@ def _recipe_warnings(config: RunConfig) -> Iterator[str]:
 
 def warmup_warnings(config: RunConfig, world_size: int) -> Iterator[str]:
     """A run that ends during its warm-up, as Megatron-LM's smoke tests do."""
-    schedule, peak = schedule_samples(config, world_size), config.optimizer.lr
+    schedule, peak = known_schedule(config, world_size), config.optimizer.lr
     if schedule is None or peak is None:
         return
     length, batches = iterations.train_samples(config, world_size), iterations.batch_schedule(config, world_size)
-    warmup, start = lr_schedule.lr_warmup_samples(config, world_size), config.optimizer.lr_warmup_init
-    if length <= warmup < schedule:
+    warmup, start = schedule.warmup, config.optimizer.lr_warmup_init
+    if length <= warmup < schedule.decay:
         last = start + (peak - start) * batches.advance(iterations.train_iters(config, world_size) - 1) / warmup
         yield (
             f"the warmup of {batches.steps_until(warmup):g} steps is not shorter than the run of "

@@ -13,8 +13,8 @@ from torch import Tensor
 from megafp8.config import multi_token
 from megafp8.config.mixture import expert_tensor_size, is_mixture
 from megafp8.config.schema import RunConfig
-from megafp8.metrics.expert_load import COLLAPSE, IDLE, NUM_LASTING, ExpertRecord, layer_load, load_warnings
-from megafp8.metrics.health_suggestions import for_collapsed_router, more_balance, suggestion_text
+from megafp8.metrics.expert_load import IDLE, NUM_LASTING, ExpertRecord, layer_load, load_warnings
+from megafp8.metrics.health_suggestions import for_collapsed_router, more_balance
 from megafp8.metrics.records import EventRecord, Record
 from megafp8.metrics.timers import RECORDS
 from megafp8.models.dispatch import CodeDispatcher
@@ -27,7 +27,6 @@ from megafp8.training.step_parts import RepeatedStep
 
 NUM_SUMS = 8
 """Of a layer, besides the tokens of each expert."""
-SUGGESTIONS = {COLLAPSE: for_collapsed_router, IDLE: more_balance}
 
 
 class LoadCollector:
@@ -167,14 +166,15 @@ class ExpertLoads(Extension):
 
     def evaluate(self, run: Run, record: ExpertRecord) -> list[Record]:
         """The record, and events about what it shows to be wrong."""
-        model = run.config.model
+        model, optimizer, training = run.config.model, run.config.optimizer, run.config.training
         assert model.num_experts is not None
         self.records = [*self.records, record][-NUM_LASTING:]
         written: list[Record] = [record]
         for layer, kind, what in load_warnings(self.records, model.num_experts, model.moe_router_topk):
             if (layer, kind) not in self.reported:
                 self.reported.add((layer, kind))
-                suggestions = suggestion_text(SUGGESTIONS[kind], run.config)
+                found = more_balance(model) if kind == IDLE else for_collapsed_router(model, optimizer, training)
+                suggestions = "; ".join(found)
                 detail = f"layer {layer}: {kind}: {what}" + (f"; try: {suggestions}" if suggestions else "")
                 written.append(EventRecord(step=record.step, name="health", detail=detail))
         return written

@@ -123,13 +123,14 @@ class LayerGuard(Extension):
     def handle(self, state: LoopState, key: Key, detail: str) -> None:
         """Report a warning once, and change the layer if `--fp8-guard` says so and it helps."""
         statistic, name = key
-        guard, limit = state.run.config.training.fp8_guard, LIMITS[statistic]
+        config, guard, limit = state.run.config, state.run.config.training.fp8_guard, LIMITS[statistic]
         layer = ".".join(name.split(".")[:2])
         moves = guard == "bf16-layer" and limit.moves_layer
         smooths = guard == "smooth-swiglu" and smoothing_helps(statistic, name)
         if key not in self.warnings:
             self.warnings.append(key)
-            if not (moves or smooths) and (suggestions := suggestion_text(statistic, name, state.run.config)):
+            suggestions = suggestion_text(statistic, name, config.model, config.precision, guard)
+            if suggestions and not (moves or smooths):
                 detail += f"; try: {suggestions}"
             state.sinks.write(EventRecord(step=state.step, name=EVENT, detail=detail))
         if moves:

@@ -11,7 +11,6 @@ several times as long as on the device.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Optional
@@ -22,6 +21,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megafp8.checkpoint.save import finish_param_gather
+from megafp8.config.health_case import health_case
 from megafp8.config.precision_schedule import is_quantized_at, precision_at
 from megafp8.config.schema import PrecisionConfig
 from megafp8.errors import NumericsError
@@ -114,7 +114,7 @@ class StatisticsCollector:
         config = run.config
         assert config.logging.fp8_log_interval is not None
         self.run, self.interval = run, config.logging.fp8_log_interval
-        self.health = HealthMonitor(config, run.warmup_steps)
+        self.health = HealthMonitor(health_case(config), run.warmup_steps)
         self.set_precision(precision_at(config.precision, 1))
         self.is_collecting = False
 
@@ -125,7 +125,8 @@ class StatisticsCollector:
     def set_precision(self, precision: PrecisionConfig) -> None:
         """Observe the linears that quantize in a phase of `--fp8-schedule`."""
         self.precision = precision
-        self.plan = build_statistics_plan(dataclasses.replace(self.run.config, precision=precision))
+        config = self.run.config
+        self.plan = build_statistics_plan(config.model, precision, config.logging)
         self.linears = find_linears(unwrap_model(self.run.training_state.chunks), self.plan.recipes)
         self.statistics = StepStatistics(self)
 

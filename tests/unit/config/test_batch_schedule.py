@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megafp8.config import batch_schedule, flags, iterations, lr_schedule, rules
+from megafp8.config import batch_schedule, flags, iterations, rules
 from megafp8.config.batch_schedule import BatchSchedule, constant, ramp_up, step_schedule
+from megafp8.config.lr_schedule import ScheduleSamples, schedule_samples
 from megafp8.config.rules.setting_warnings import batch_schedule_warnings
 from megafp8.config.schema import RunConfig
 from megafp8.errors import ConfigError
@@ -173,8 +174,7 @@ def test_a_step_schedule_may_count_steps_as_megatron_lm_does() -> None:
     assert not rules.setting_problems(config, 2)
     assert iterations.train_iters(config, 2) == 15
     assert iterations.trained_samples(config, 2) == 3 * 4 + 8 + 11 * 12
-    assert lr_schedule.lr_decay_samples(config, 2) == lr_schedule.weight_decay_samples(config, 2) == 15 * 12
-    assert lr_schedule.lr_warmup_samples(config, 2) == 2 * 12
+    assert schedule_samples(config, 2) == ScheduleSamples(2 * 12, 15 * 12, None, 15 * 12)
     (warning,) = batch_schedule_warnings(config, 2)
     assert "the run has 152 samples" in warning
     assert "count as 12 samples each" in warning

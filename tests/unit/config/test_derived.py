@@ -27,9 +27,9 @@ def test_dimensions_are_multiples_for_the_strictest_recipe():
 
 
 def test_split():
-    assert derived.split(config_of()) == "969,30,1"
-    assert derived.split(config_of(data__split="9,1,0")) == "9,1,0"
-    assert derived.split(config_of(data__train_data_path=("a",))) is None
+    assert derived.split(config_of().data) == "969,30,1"
+    assert derived.split(config_of(data__split="9,1,0").data) == "9,1,0"
+    assert derived.split(config_of(data__train_data_path=("a",)).data) is None
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Lengths of the schedules of learning rate and weight decay."""
 
-from megafp8.config import iterations, lr_schedule
+from megafp8.config import iterations
+from megafp8.config.lr_schedule import ScheduleSamples, schedule_samples, weight_decay_range
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 
@@ -16,13 +17,9 @@ def test_schedule_in_steps():
         },
     )
     assert iterations.train_samples(config, 1) == 800
-    assert lr_schedule.lr_decay_samples(config, 1) == 800
-    assert lr_schedule.lr_warmup_samples(config, 1) == 80
-    assert lr_schedule.lr_wsd_decay_samples(config, 1) == 160
+    assert schedule_samples(config, 1) == ScheduleSamples(warmup=80, decay=800, wsd_decay=160, weight_decay=800)
     shorter = with_values(config, {"optimizer.lr_decay_iters": 50, "optimizer.lr_warmup_fraction": 0.1})
-    assert lr_schedule.lr_decay_samples(shorter, 1) == 400
-    assert lr_schedule.lr_warmup_samples(shorter, 1) == 40
-    assert lr_schedule.weight_decay_samples(shorter, 1) == 800
+    assert schedule_samples(shorter, 1) == ScheduleSamples(warmup=40, decay=400, wsd_decay=160, weight_decay=800)
 
 
 def test_schedule_in_samples():
@@ -37,14 +34,12 @@ def test_schedule_in_samples():
     )
     assert iterations.train_iters(config, 1) == 100
     assert iterations.train_samples(config, 1) == 805
-    assert lr_schedule.lr_decay_samples(config, 1) == 805
-    assert lr_schedule.lr_warmup_samples(config, 1) == 13
-    assert lr_schedule.lr_wsd_decay_samples(config, 1) == 100
+    assert schedule_samples(config, 1) == ScheduleSamples(warmup=13, decay=805, wsd_decay=100, weight_decay=805)
 
 
 def test_weight_decay_range():
     fixed = with_values(RunConfig(), {"optimizer.weight_decay": 0.1})
-    assert lr_schedule.weight_decay_range(fixed.optimizer) == (0.1, 0.1)
+    assert weight_decay_range(fixed.optimizer) == (0.1, 0.1)
     changing = with_values(
         RunConfig(),
         {
@@ -53,4 +48,4 @@ def test_weight_decay_range():
             "optimizer.end_weight_decay": 0.2,
         },
     )
-    assert lr_schedule.weight_decay_range(changing.optimizer) == (0.0, 0.2)
+    assert weight_decay_range(changing.optimizer) == (0.0, 0.2)

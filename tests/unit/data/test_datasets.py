@@ -1,7 +1,8 @@
 import base64
-import dataclasses
 import json
 import shutil
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from shard_files import write_megatron_shard
 from shard_files import write_shard as write_sequences
 from shard_writer import ShardWriter
 
-from megafp8.config.schema import CheckpointConfig, DataConfig, RunConfig, TrainingConfig
+from megafp8.config.schema import DataConfig
 from megafp8.data.datasets import build_datasets
 from megafp8.data.shards import read_index
 from megafp8.data.tokenizers.build import build_tokenizer
@@ -21,6 +22,7 @@ pytest.importorskip("megatron.core")
 VOCAB_SIZE = 30_000
 EOD = VOCAB_SIZE
 DOCUMENT_TOKENS = 50
+build = partial(build_datasets, seed=7)
 
 
 @pytest.fixture
@@ -44,12 +46,8 @@ def shards(tmp_path):
     return write_shard(tmp_path / "a"), write_shard(tmp_path / "b", first_token=10_000)
 
 
-def run_config(seed=7, save=None, **data):
-    return RunConfig(
-        data=DataConfig(**{"seq_length": 16, **data}),
-        training=TrainingConfig(seed=seed),
-        checkpoint=CheckpointConfig(save=save),
-    )
+def data_config(**data):
+    return DataConfig(**{"seq_length": 16, **data})
 
 
 def all_tokens(dataset, count=None):
@@ -63,7 +61,7 @@ def documents_of(tokens, first_token=0):
 
 
 def test_items_are_shifted_by_one_and_typed(shards, tokenizer):
-    train, valid, test = build_datasets(run_config(data_path=(shards[0],)), tokenizer, (20, 2, 0))
+    train, valid, test = build(data_config(data_path=(shards[0],)), tokenizer, (20, 2, 0))
     item = train[0]
     assert {name: (tuple(value.shape), value.dtype) for name, value in item.items()} == {
         "tokens": ((16,), torch.int64),
@@ -80,15 +78,15 @@ def test_items_are_shifted_by_one_and_typed(shards, tokenizer):
 
 
 def test_split_divides_documents(shards, tokenizer):
-    config = run_config(data_path=(shards[0],), split="80,15,5")
-    train, valid, test = build_datasets(config, tokenizer, (200, 40, 10))
+    config = data_config(data_path=(shards[0],), split="80,15,5")
+    train, valid, test = build(config, tokenizer, (200, 40, 10))
     assert documents_of(all_tokens(train)) == set(range(80))
     assert documents_of(all_tokens(valid)) == set(range(80, 95))
     assert documents_of(all_tokens(test)) == set(range(95, 100))
 
 
 def test_one_epoch_reads_every_token_once(shards, tokenizer):
-    train, _, _ = build_datasets(run_config(data_path=(shards[0],), split="1"), tokenizer, (300, 0, 0))
+    train, _, _ = build(data_config(data_path=(shards[0],), split="1"), tokenizer, (300, 0, 0))
     assert len(train) == (100 * DOCUMENT_TOKENS - 1) // 16 == int(train.fresh_samples)
     tokens = all_tokens(train)
     inside = tokens[tokens != EOD]
@@ -97,7 +95,7 @@ def test_one_epoch_reads_every_token_once(shards, tokenizer):
 
 def test_seed_decides_the_order(shards, tokenizer):
     tokens = [
-        all_tokens(build_datasets(run_config(seed=seed, data_path=shards[:1]), tokenizer, (50, 0, 0))[0], 50)
+        all_tokens(build_datasets(data_config(data_path=shards[:1]), tokenizer, (50, 0, 0), seed=seed)[0], 50)
         for seed in (1, 1, 2)
     ]
     assert torch.equal(tokens[0], tokens[1])
@@ -111,17 +109,17 @@ def test_shards_of_megatrons_writer(tmp_path, tokenizer, dtype, modes):
     ids = np.arange(6000, dtype=dtype).reshape(100, 60)
     documents = [[row[:50].tolist(), row[50:].tolist()] for row in ids]
     prefix = write_megatron_shard(tmp_path / "theirs", documents, dtype, modes=modes)
-    train, valid, _ = build_datasets(run_config(data_path=(prefix,), split="90,10"), tokenizer, (300, 30, 0))
+    train, valid, _ = build(data_config(data_path=(prefix,), split="90,10"), tokenizer, (300, 30, 0))
     assert set(all_tokens(train, 300).flatten().tolist()) <= set(range(5400))
     assert set(all_tokens(valid, 30).flatten().tolist()) <= set(range(5400, 6000))
     ours = write_sequences(tmp_path / "ours", [part for document in documents for part in document], np.uint16)
-    again = build_datasets(run_config(data_path=(ours,), split="90,10"), tokenizer, (300, 30, 0))[0]
+    again = build(data_config(data_path=(ours,), split="90,10"), tokenizer, (300, 30, 0))[0]
     assert torch.equal(all_tokens(train, 300), all_tokens(again, 300))
 
 
 def test_weighted_blend(shards, tokenizer):
-    config = run_config(data_path=("0.25", shards[0], "0.75", shards[1]))
-    train, valid, _ = build_datasets(config, tokenizer, (2000, 10, 0))  # several times what the shards hold
+    config = data_config(data_path=("0.25", shards[0], "0.75", shards[1]))
+    train, valid, _ = build(config, tokenizer, (2000, 10, 0))  # several times what the shards hold
     first = all_tokens(train)
     from_b = (first.where(first != EOD, -1).max(dim=1).values >= 10_000).float().mean()
     assert from_b == pytest.approx(0.75, abs=0.002)
@@ -129,28 +127,28 @@ def test_weighted_blend(shards, tokenizer):
     tokens_of_b = train.datasets[1].samples_per_epoch
     assert train.fresh_samples == pytest.approx(tokens_of_b / 0.75) and 280 < tokens_of_b < 5000 / 16
     assert len(valid) >= 10
-    assert torch.equal(first, all_tokens(build_datasets(config, tokenizer, (2000, 10, 0))[0]))
+    assert torch.equal(first, all_tokens(build(config, tokenizer, (2000, 10, 0))[0]))
 
 
 def test_blend_without_weights_is_one_epoch_with_a_warning(shards, tokenizer):
-    config = run_config(data_path=shards, split="1")
-    train, _, _ = build_datasets(config, tokenizer, (600, 0, 0))
+    config = data_config(data_path=shards, split="1")
+    train, _, _ = build(config, tokenizer, (600, 0, 0))
     assert len(train) >= 600
     with pytest.raises(DataError, match="624 samples, but 2000 .* weight"):
-        build_datasets(config, tokenizer, (2000, 0, 0))
+        build(config, tokenizer, (2000, 0, 0))
 
 
 def test_shards_for_each_split(shards, tokenizer):
-    config = run_config(train_data_path=(shards[0],), valid_data_path=("1.0", shards[1]))
-    train, valid, test = build_datasets(config, tokenizer, (100, 20, 20))
+    config = data_config(train_data_path=(shards[0],), valid_data_path=("1.0", shards[1]))
+    train, valid, test = build(config, tokenizer, (100, 20, 20))
     assert all_tokens(train).where(all_tokens(train) != EOD, 0).max() < 10_000
     assert documents_of(all_tokens(valid), 10_000) == set(range(100))
     assert test is None
 
 
 def test_position_ids_and_loss_mask_at_documents_ends(shards, tokenizer):
-    config = run_config(data_path=shards[:1], reset_position_ids=True, eod_mask_loss=True)
-    train, _, _ = build_datasets(config, tokenizer, (30, 0, 0))
+    config = data_config(data_path=shards[:1], reset_position_ids=True, eod_mask_loss=True)
+    train, _, _ = build(config, tokenizer, (30, 0, 0))
     ends = 0
     for number in range(30):
         item = train[number]
@@ -163,8 +161,8 @@ def test_position_ids_and_loss_mask_at_documents_ends(shards, tokenizer):
 
 
 def test_document_starts_follow_ends_of_documents(shards, tokenizer):
-    plain, _, _ = build_datasets(run_config(data_path=shards[:1]), tokenizer, (30, 0, 0))
-    train, _, _ = build_datasets(run_config(data_path=shards[:1], reset_attention_mask=True), tokenizer, (30, 0, 0))
+    plain, _, _ = build(data_config(data_path=shards[:1]), tokenizer, (30, 0, 0))
+    train, _, _ = build(data_config(data_path=shards[:1], reset_attention_mask=True), tokenizer, (30, 0, 0))
     ends = 0
     for number in range(30):
         item = train[number]
@@ -193,15 +191,15 @@ def test_megatron_cores_tokenizer_gives_the_same_samples(tmp_path, documents):
     )
     assert (theirs.eod, ours.eod, theirs.pad) == (2, 2, 4)
     prefix = write_sequences(tmp_path / "s", [[*ids, ours.eod] for ids in ours.tokenize_batch(documents)])
-    config = run_config(data_path=(prefix,), split="1", eod_mask_loss=True, reset_position_ids=True)
-    of_ours, of_theirs = (build_datasets(config, tokenizer, (50, 0, 0))[0] for tokenizer in (ours, theirs))
+    config = data_config(data_path=(prefix,), split="1", eod_mask_loss=True, reset_position_ids=True)
+    of_ours, of_theirs = (build(config, tokenizer, (50, 0, 0))[0] for tokenizer in (ours, theirs))
     for number in range(50):
         mine, other = of_ours[number], of_theirs[number]
         assert all(torch.equal(mine[name], other[name]) for name in mine)
 
 
 def test_mock_data(tokenizer):
-    train, valid, test = build_datasets(run_config(mock_data=True), tokenizer, (10, 10, 0))
+    train, valid, test = build(data_config(mock_data=True), tokenizer, (10, 10, 0))
     assert train[0]["tokens"].shape == (16,)
     assert int(all_tokens(valid, 10).max()) <= VOCAB_SIZE
     assert test is None
@@ -209,9 +207,7 @@ def test_mock_data(tokenizer):
 
 def test_file_reads_give_the_same_tokens_as_mapped_memory(shards, tokenizer):
     mapped, file = (
-        all_tokens(
-            build_datasets(run_config(data_path=shards[:1], mmap_bin_files=mapped), tokenizer, (20, 0, 0))[0], 20
-        )
+        all_tokens(build(data_config(data_path=shards[:1], mmap_bin_files=mapped), tokenizer, (20, 0, 0))[0], 20)
         for mapped in (True, False)
     )
     assert torch.equal(mapped, file)
@@ -233,47 +229,45 @@ def test_file_reads_give_the_same_tokens_as_mapped_memory(shards, tokenizer):
     ],
 )
 def test_a_part_without_one_sample_is_refused(shards, tokenizer, split, counts, message):
-    config = run_config(data_path=shards[:1], split=split, seq_length=300)
+    config = data_config(data_path=shards[:1], split=split, seq_length=300)
     if message is None:
-        build_datasets(config, tokenizer, counts)
+        build(config, tokenizer, counts)
         return
     with pytest.raises(DataError, match=message):
-        build_datasets(config, tokenizer, counts)
+        build(config, tokenizer, counts)
 
 
 def test_one_document_is_not_divided_and_the_error_says_what_to_do(tmp_path, tokenizer):
-    config = run_config(data_path=(write_shard(tmp_path / "one", num_documents=1),), split="50,50,0")
+    config = data_config(data_path=(write_shard(tmp_path / "one", num_documents=1),), split="50,50,0")
     with pytest.raises(DataError, match=r"0 tokens .*--text-separator.*--valid-data-path") as caught:
-        build_datasets(config, tokenizer, (10, 10, 0))
+        build(config, tokenizer, (10, 10, 0))
     assert "Increase" not in str(caught.value)
 
 
 def test_an_empty_test_split_of_the_default_is_omitted(shards, tokenizer):
-    config = run_config(data_path=shards[:1])
-    assert build_datasets(config, tokenizer, (10, 2, 10))[2] is None
+    config = data_config(data_path=shards[:1])
+    assert build(config, tokenizer, (10, 2, 10))[2] is None
     with pytest.raises(DataError, match="test part"):
-        build_datasets(
-            dataclasses.replace(config, data=dataclasses.replace(config.data, split="969,30,1")), tokenizer, (10, 2, 10)
-        )
+        build(replace(config, split="969,30,1"), tokenizer, (10, 2, 10))
 
 
 def test_damaged_and_foreign_shards_are_refused(shards, shard, tokenizer):
     with pytest.raises(DataError, match="a different tokenizer"):
-        build_datasets(run_config(data_path=(shard,)), tokenizer, (10, 0, 0))
-    allowed = run_config(data_path=(shard,), allow_other_tokenizer=True)
-    assert build_datasets(allowed, tokenizer, (10, 0, 0))[0] is not None
+        build(data_config(data_path=(shard,)), tokenizer, (10, 0, 0))
+    allowed = data_config(data_path=(shard,), allow_other_tokenizer=True)
+    assert build(allowed, tokenizer, (10, 0, 0))[0] is not None
     content = Path(f"{shards[0]}.bin").read_bytes()
     Path(f"{shards[0]}.bin").write_bytes(content[:-2])
     with pytest.raises(DataError, match="9998 bytes"):
-        build_datasets(run_config(data_path=("1", shards[1], "1", shards[0])), tokenizer, (10, 0, 0))
+        build(data_config(data_path=("1", shards[1], "1", shards[0])), tokenizer, (10, 0, 0))
 
 
 def test_a_replaced_shard_does_not_meet_the_old_cache(tmp_path, tokenizer):
     prefix = write_shard(tmp_path / "a")
-    config = run_config(data_path=(prefix,), data_cache_path=str(tmp_path / "cache"), split="1")
-    before, _, _ = build_datasets(config, tokenizer, (300, 0, 0))
+    config = data_config(data_path=(prefix,), data_cache_path=str(tmp_path / "cache"), split="1")
+    before, _, _ = build(config, tokenizer, (300, 0, 0))
     write_shard(tmp_path / "a", num_documents=50)
-    after, _, _ = build_datasets(config, tokenizer, (100, 0, 0))
+    after, _, _ = build(config, tokenizer, (100, 0, 0))
     assert documents_of(all_tokens(before)) == set(range(100))
     assert documents_of(all_tokens(after)) == set(range(50))
     assert len(list((tmp_path / "cache").glob("*.json"))) == 2
@@ -282,8 +276,8 @@ def test_a_replaced_shard_does_not_meet_the_old_cache(tmp_path, tokenizer):
 
 @pytest.mark.parametrize("mmap_bin_files", [True, False])
 def test_a_shard_rewritten_during_a_run_stops_it(tmp_path, tokenizer, mmap_bin_files):
-    config = run_config(data_path=(write_shard(tmp_path / "a"),), mmap_bin_files=mmap_bin_files)
-    train, _, _ = build_datasets(config, tokenizer, (50, 0, 0))
+    config = data_config(data_path=(write_shard(tmp_path / "a"),), mmap_bin_files=mmap_bin_files)
+    train, _, _ = build(config, tokenizer, (50, 0, 0))
     assert train[0]["tokens"].shape == (16,)
     with open(tmp_path / "a.bin", "r+b") as stream:
         stream.truncate(4000)
@@ -292,24 +286,24 @@ def test_a_shard_rewritten_during_a_run_stops_it(tmp_path, tokenizer, mmap_bin_f
 
 
 def test_incomplete_cache_is_rebuilt(tmp_path, shards, tokenizer):
-    config = run_config(data_path=("1", shards[0], "2", shards[1]), data_cache_path=str(tmp_path / "cache"))
-    expected = all_tokens(build_datasets(config, tokenizer, (50, 0, 0))[0], 50)
+    config = data_config(data_path=("1", shards[0], "2", shards[1]), data_cache_path=str(tmp_path / "cache"))
+    expected = all_tokens(build(config, tokenizer, (50, 0, 0))[0], 50)
     files = sorted((tmp_path / "cache").rglob("*.npy"))
     assert len(files) == 8
     for number, path in enumerate(files):
         content = path.read_bytes()
         path.write_bytes(content[: (0, 20, len(content) // 2, len(content) - 1)[number % 4]])
-    assert torch.equal(all_tokens(build_datasets(config, tokenizer, (50, 0, 0))[0], 50), expected)
+    assert torch.equal(all_tokens(build(config, tokenizer, (50, 0, 0))[0], 50), expected)
 
 
 def test_cache_location(tmp_path, shards, tokenizer):
-    build_datasets(run_config(data_path=shards[:1], save=str(tmp_path / "run")), tokenizer, (10, 0, 0))
+    build(data_config(data_path=shards[:1]), tokenizer, (10, 0, 0), save=str(tmp_path / "run"))
     assert list((tmp_path / "run" / "data_cache").rglob("*.npy"))
-    build_datasets(run_config(data_path=shards[:1]), tokenizer, (10, 0, 0))
+    build(data_config(data_path=shards[:1]), tokenizer, (10, 0, 0))
     assert list((tmp_path / "data_cache").rglob("*.npy"))
     shutil.rmtree(tmp_path / "data_cache")
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match="--data-cache-path"):
-        build_datasets(
-            run_config(data_path=shards[:1], data_cache_path=str(tmp_path / "file" / "cache")), tokenizer, (10, 0, 0)
+        build(
+            data_config(data_path=shards[:1], data_cache_path=str(tmp_path / "file" / "cache")), tokenizer, (10, 0, 0)
         )

@@ -8,7 +8,7 @@ import torch
 from ranks import run_ranks
 
 from megafp8.config.batch_schedule import constant
-from megafp8.config.schema import DataConfig, RunConfig
+from megafp8.config.schema import DataConfig
 from megafp8.data import index_cache
 from megafp8.data.datasets import build_datasets
 from megafp8.data.loader import build_loader
@@ -20,20 +20,18 @@ CONSUMED = 8
 
 
 def configure(tokenizer_config, tmp_path, *data_path):
-    return RunConfig(
-        data=DataConfig(
-            tokenizer_type=tokenizer_config.tokenizer_type,
-            tokenizer_model=tokenizer_config.tokenizer_model,
-            data_path=data_path,
-            data_cache_path=str(tmp_path / "cache"),
-            seq_length=8,
-            split="90,10,0",
-        )
+    return DataConfig(
+        tokenizer_type=tokenizer_config.tokenizer_type,
+        tokenizer_model=tokenizer_config.tokenizer_model,
+        data_path=data_path,
+        data_cache_path=str(tmp_path / "cache"),
+        seq_length=8,
+        split="90,10,0",
     )
 
 
 def build_train(config):
-    return build_datasets(config, build_tokenizer(config.data), (NUM_SAMPLES, 4, 0))[0]
+    return build_datasets(config, build_tokenizer(config), (NUM_SAMPLES, 4, 0), seed=1234)[0]
 
 
 def read_slice(config):
@@ -121,7 +119,7 @@ def test_only_the_first_rank_of_a_machine_hashes_the_indices(tmp_path, shard, to
 
     def build():
         first = torch.distributed.get_rank() in (0, 2)  # two machines
-        build_datasets(config, build_tokenizer(config.data), (NUM_SAMPLES, 4, 0), is_first_of_machine=first)
+        build_datasets(config, build_tokenizer(config), (NUM_SAMPLES, 4, 0), seed=1234, is_first_of_machine=first)
         return checked
 
     ranks = run_ranks(4, build)

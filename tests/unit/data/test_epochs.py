@@ -10,8 +10,8 @@ from shard_files import write_shard
 from megafp8.config import flags
 from megafp8.config.schema import DataConfig, RunConfig
 from megafp8.data.datasets import build_datasets
-from megafp8.data.epochs import with_epochs
 from megafp8.data.tokenizers.build import build_tokenizer
+from megafp8.training.checks import with_epochs
 
 DOCUMENT = range(50)
 
@@ -40,7 +40,7 @@ def test_an_epoch_of_packed_documents_has_as_many_sequences_as_the_data_set(tmp_
         config, (text,), problems = resolved(f"{common} {prefix} --split {split}", 1)
         assert problems == []
         tokenizer = build_tokenizer(DataConfig(tokenizer_type="NullTokenizer"), 50)
-        size = len(build_datasets(config, tokenizer, (1, 0, 0))[0])
+        size = len(build_datasets(config.data, tokenizer, (1, 0, 0), seed=1234)[0])
         assert config.training.train_iters == size and f"an epoch is {size} samples" in text
 
 

@@ -8,7 +8,7 @@ import pytest
 from shard_files import write_shard
 
 from megafp8.config.batch_schedule import constant
-from megafp8.config.schema import DataConfig, RunConfig
+from megafp8.config.schema import DataConfig
 from megafp8.data.datasets import build_datasets
 from megafp8.data.loader import build_loader
 from megafp8.data.tokenizers.build import build_tokenizer
@@ -33,7 +33,7 @@ def build(tmp_path_factory):
     data = DataConfig(data_path=("1", prefixes[0], "2", prefixes[1]), split="1", seq_length=16)
 
     def build(num_samples):
-        return build_datasets(RunConfig(data=data), tokenizer, (num_samples, 0, 0))[0]
+        return build_datasets(data, tokenizer, (num_samples, 0, 0), seed=1234)[0]
 
     return build
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megafp8.config import flags
-from megafp8.data.manifest_tokenizer import with_tokenizer_of_shards
+from megafp8.data.manifest_tokenizer import tokenizer_of_shards
 from megafp8.data.shards import ShardManifest
 
 
@@ -27,8 +27,10 @@ def prefix(tmp_path: Path) -> str:
 
 def resolve(*argv: str) -> tuple[str | None, str | None, list[str], list[str]]:
     warnings, problems = list[str](), list[str]()
-    config = with_tokenizer_of_shards(flags.parse_with_problems(argv)[0].config, warnings, problems)
-    return config.data.tokenizer_type, config.data.tokenizer_model, warnings, problems
+    data = flags.parse_with_problems(argv)[0].config.data
+    values = tokenizer_of_shards(data, None, warnings, problems)
+    kind, model = (values.get(f"data.{name}") for name in ("tokenizer_type", "tokenizer_model"))
+    return kind, model, warnings, problems
 
 
 def test_it_is_that_of_the_manifest_and_flags_win(prefix: str, tmp_path: Path) -> None:
@@ -38,7 +40,7 @@ def test_it_is_that_of_the_manifest_and_flags_win(prefix: str, tmp_path: Path) -
     flags_used = f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {model}"
     assert warnings == [f"tokenizer of {prefix}.manifest.json: {flags_used}"]
     given = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "7")
-    assert resolve("--train-data-path", prefix, *given) == ("NullTokenizer", None, [], [])
+    assert resolve("--train-data-path", prefix, *given) == (None, None, [], [])
     assert resolve("--data-path", "absent") == (None, None, [], [])
 
 

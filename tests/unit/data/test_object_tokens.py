@@ -18,7 +18,7 @@ from object_server import HOST, ObjectServer, object_server
 from shard_files import SUFFIXES, write_shard
 
 pytest.importorskip("megatron.core")
-from megafp8.config.schema import DataConfig, RunConfig
+from megafp8.config.schema import DataConfig
 from megafp8.data import object_tokens
 from megafp8.data.datasets import build_datasets
 from megafp8.data.gpt_dataset import GuardedIndexedDataset
@@ -89,8 +89,7 @@ def test_packed_sequences_are_those_of_the_local_shard(shard: tuple[str, str], t
     config = DataConfig(seq_length=64, packing="best-fit", split="1", data_cache_path=str(tmp_path / "indices"))
     tokenizer = build_tokenizer(DataConfig(tokenizer_type="NullTokenizer"), 1000)
     local, remote = (
-        build_datasets(RunConfig(data=replace(config, data_path=(prefix,))), tokenizer, (100, 0, 0))[0]
-        for prefix in shard
+        build_datasets(replace(config, data_path=(prefix,)), tokenizer, (100, 0, 0), seed=1234)[0] for prefix in shard
     )
     assert len(local) == len(remote) >= 100
     for number in range(len(local)):

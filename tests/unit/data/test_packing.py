@@ -11,7 +11,7 @@ import pytest
 from shard_files import write_shard
 
 from megafp8.config.batch_schedule import constant
-from megafp8.config.schema import DataConfig, RunConfig, TrainingConfig
+from megafp8.config.schema import DataConfig
 from megafp8.data.datasets import build_datasets
 from megafp8.data.loader import build_loader
 from megafp8.data.packed_dataset import packing_text
@@ -121,15 +121,12 @@ def build(tmp_path):
 
     def build(words, *counts, seed=7, **data):
         data = {"packing": "best-fit", "split": "1", **data}
-        config = RunConfig(
-            data=DataConfig(
-                seq_length=SEQ_LENGTH, data_path=tuple(words), data_cache_path=str(tmp_path / "cache"), **data
-            ),
-            training=TrainingConfig(seed=seed),
+        config = DataConfig(
+            seq_length=SEQ_LENGTH, data_path=tuple(words), data_cache_path=str(tmp_path / "cache"), **data
         )
         tokenizer = build_tokenizer(DataConfig(tokenizer_type="NullTokenizer"), EOD)
-        starts = (0, 40) if config.data.data_phases else ()
-        found = build_datasets(config, tokenizer, (*counts, 0, 0)[:3], phase_starts=starts)
+        starts = (0, 40) if config.data_phases else ()
+        found = build_datasets(config, tokenizer, (*counts, 0, 0)[:3], seed=seed, phase_starts=starts)
         return found if len(counts) > 1 else found[0]
 
     return build

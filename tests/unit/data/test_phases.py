@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from shard_files import write_shard
 
-from megafp8.config.schema import DataConfig, RunConfig, TrainingConfig
+from megafp8.config.schema import DataConfig
 from megafp8.data.datasets import build_datasets
 from megafp8.data.sample_hash import SampleHash, SampleHashChain
 from megafp8.data.tokenizers.build import build_tokenizer
@@ -39,13 +39,10 @@ def build(tmp_path, shards):
         entries = tuple(f"p{number} {start}samples {text}" for number, (start, text) in
                         enumerate(zip(phases, words, strict=True)))  # fmt: skip
         data = {"data_phases": entries, **data}
-        config = RunConfig(
-            data=DataConfig(seq_length=SEQ_LENGTH, data_cache_path=str(tmp_path / "cache"), **data),
-            training=TrainingConfig(seed=7),
-        )
+        config = DataConfig(seq_length=SEQ_LENGTH, data_cache_path=str(tmp_path / "cache"), **data)
         tokenizer = build_tokenizer(DataConfig(tokenizer_type="NullTokenizer"), EOD)
         starts = tuple(phases) if data["data_phases"] else ()
-        return build_datasets(config, tokenizer, (total, held_out, 0), phase_starts=starts)
+        return build_datasets(config, tokenizer, (total, held_out, 0), seed=7, phase_starts=starts)
 
     return build
 

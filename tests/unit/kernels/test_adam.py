@@ -263,11 +263,11 @@ FSDP = "--use-torch-fsdp2 --no-gradient-accumulation-fusion --clip-grad 0.5"
 
 def one_pass_curve(extra: str, world_size: int) -> tuple[list[float], list[float]]:
     """Losses and norms of a few steps with the fused optimizer, also without a GPU."""
-    plain, fused_adam.problem = fused_adam.problem, lambda config, on_cuda: None
+    plain, fused_adam.device_problem = fused_adam.device_problem, lambda settings, on_cuda: None
     try:
         curve = curve_of(small_config("llama", extra, world_size), 4, is_masked=True)
     finally:
-        fused_adam.problem = plain
+        fused_adam.device_problem = plain
     return curve.losses, curve.grad_norms
 
 

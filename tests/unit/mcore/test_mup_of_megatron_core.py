@@ -67,7 +67,7 @@ def test_the_groups_are_those_of_megatron_core(more: str) -> None:
         weight: Any = torch.nn.Parameter(torch.empty(shape))
         is_table = name.startswith(("embedding", "output_layer"))
         weight.is_embedding_parameter = weight.is_embedding_or_output_parameter = is_table
-        ours = settings_of(weight, name, mup_overrides(config, core_config))
+        ours = settings_of(weight, name, mup_overrides(config.model, core_config))
         ours.pop("lr_mult", None)
         assert ours == pytest.approx(settings_of(weight, name, theirs)), name
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import interpreter
 import pytest
@@ -237,9 +238,14 @@ def test_weights_without_high_precision_have_no_error() -> None:
 # --------------------------------------------------------------------------------------------------
 
 
+def plan_of(flags: str) -> Any:
+    config = small_config("llama", flags)
+    return build_statistics_plan(config.model, config.precision, config.logging)
+
+
 def test_tensors_have_names_by_layer_operand_and_side() -> None:
     patterns = "layers.1.linear_fc*,layers.0.linear_qkv"
-    plan = build_statistics_plan(small_config("llama", f"{FP8} --fp8-log-layers {patterns} --fp8-what-if mxfp8"))
+    plan = plan_of(f"{FP8} --fp8-log-layers {patterns} --fp8-what-if mxfp8")
     assert plan.linears == ("layers.0.linear_qkv", "layers.1.linear_fc1", "layers.1.linear_fc2")
     own = [each.name for each in plan.tensors() if not each.is_what_if and each.linear == "layers.1.linear_fc1"]
     assert own == [f"layers.1.linear_fc1.{operand.value}" for operand in Operand]
@@ -249,12 +255,12 @@ def test_tensors_have_names_by_layer_operand_and_side() -> None:
 
 
 def test_layers_in_high_precision_are_excluded() -> None:
-    plan = build_statistics_plan(small_config("llama", f"{FP8} {FOUR_LAYERS} --first-last-layers-bf16"))
+    plan = plan_of(f"{FP8} {FOUR_LAYERS} --first-last-layers-bf16")
     assert {name.split(".")[1] for name in plan.linears} == {"1", "2"}
 
 
 def test_each_operand_is_observed_once() -> None:
-    plan = build_statistics_plan(small_config("llama", FP8))
+    plan = plan_of(FP8)
     table = StatisticsTable(plan.rows(), torch.device("cpu"))
     observer = TensorObserver(plan, table, "layers.0.linear_qkv", torch.Generator(), first_channel=64)
     rule = plan.recipe.rule(Operand.INPUT, Gemm.FPROP)
@@ -287,7 +293,7 @@ def test_channel_statistics_on_request(device: str) -> None:
 def what_if(source: str) -> dict[str, TensorStats]:
     """The effect of every recipe on the input of a linear, by recipe."""
     flags = f"{FP8} --fp8-log-layers layers.0.linear_qkv --fp8-what-if tensorwise,blockwise,mxfp8,nvfp4"
-    plan = build_statistics_plan(small_config("llama", flags))
+    plan = plan_of(flags)
     table = StatisticsTable(plan.rows(), torch.device("cpu"))
     observer = TensorObserver(plan, table, "layers.0.linear_qkv", torch.Generator())
     observer(Operand.INPUT, sample_distribution(source), {})

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megafp8.config.flags import parse
-from megafp8.config.schema import RunConfig
+from megafp8.config.health_case import HealthCase, health_case
 from megafp8.metrics.health import RULES, HealthMonitor, find_nonfinite
 from megafp8.metrics.records import QuantizationRecord
 
@@ -62,15 +62,15 @@ CASES = [pytest.param(name, *case, id=name.replace(" ", "-")) for name, cases in
 Make = Callable[..., QuantizationRecord]
 
 
-def run_of(flags: str = "--fp8-format hybrid --fp8-recipe delayed --fp8-log-interval 10") -> RunConfig:
-    return parse(f"{TINY} {flags}".split()).config
+def case_of(flags: str = "--fp8-format hybrid --fp8-recipe delayed --fp8-log-interval 10") -> HealthCase:
+    return health_case(parse(f"{TINY} {flags}".split()).config)
 
 
 def details(
     make_statistics: Make, changes_by_step: list[tuple[Any, Any, Any]], first_step: int = 100
 ) -> list[list[str]]:
     """The warnings at each statistics step."""
-    watch = HealthMonitor(run_of(), warmup_steps=50)
+    watch = HealthMonitor(case_of(), warmup_steps=50)
     return [
         [event.detail for event in watch.update(make_statistics(first_step + 10 * index, *changes))]
         for index, changes in enumerate(changes_by_step)
@@ -123,18 +123,18 @@ def test_warm_up_may_move_scales_and_leave_weights(make_statistics: Make) -> Non
 
 
 def test_a_tensor_is_reported_once_and_all_are_summarized(make_statistics: Make) -> None:
-    watch = HealthMonitor(run_of())
+    watch = HealthMonitor(case_of())
     events = [watch.update(make_statistics(step, of_input=SATURATED)) for step in (10, 20, 30)]
     assert [len(each) for each in events] == [0, 1, 0]
     expected = "3 statistics steps, 3 tensors: saturation (1 tensors, first at step 20)"
     assert watch.summary(1, 30).detail == expected
-    calm = HealthMonitor(run_of())
+    calm = HealthMonitor(case_of())
     calm.update(make_statistics(10))
     assert calm.summary(1, 10).detail == "1 statistics step, 3 tensors: nothing to report"
 
 
 def test_many_tensors_are_one_event(make_statistics: Make) -> None:
-    watch = HealthMonitor(run_of())
+    watch = HealthMonitor(case_of())
     for step in (10, 20):
         record = make_statistics(step, of_gradient=SMALL)
         gradient = record.tensors[f"{FC1}.grad_output"]
@@ -156,23 +156,23 @@ def test_many_tensors_are_one_event(make_statistics: Make) -> None:
     ],
 )
 def test_a_run_without_statistics_reports_why(flags: str, why: str) -> None:
-    said = HealthMonitor(run_of(f"--fp8-format hybrid --fp8-recipe tensorwise {flags}")).summary(1, 8).detail
+    said = HealthMonitor(case_of(f"--fp8-format hybrid --fp8-recipe tensorwise {flags}")).summary(1, 8).detail
     assert said.startswith("no quantization statistics: ") and why in said
 
 
 def test_what_if_recipes_are_checked_for_nonfinite_values(make_statistics: Make) -> None:
     """In high precision there are no other statistics, and they show the operands' values."""
-    config = run_of("--fp8-log-interval 1 --fp8-what-if mxfp8,tensorwise")
+    case = case_of("--fp8-log-interval 1 --fp8-what-if mxfp8,tensorwise")
 
     def tried(step: int, **changes: Any) -> QuantizationRecord:
         record = make_statistics(step, **changes)
         return dataclasses.replace(record, recipe="", tensors={}, what_if={"mxfp8": record.tensors, "tensorwise": {}})
 
-    calm = HealthMonitor(config)
+    calm = HealthMonitor(case)
     assert calm.update(tried(1)) == []
     said = calm.summary(1, 1).detail
     assert said.startswith("1 statistics step, 3 tensors, in high precision, checked for non-finite values")
-    (told,) = HealthMonitor(config).update(tried(1, of_input=BAD, of_gradient=BAD))
+    (told,) = HealthMonitor(case).update(tried(1, of_input=BAD, of_gradient=BAD))
     assert told.detail.startswith(f"non-finite values: {FC1}.input: 3 values are not finite; first of 2 such")
 
 

@@ -8,6 +8,7 @@ from test_health import TINY
 from torch import Tensor
 
 from megafp8.config.flags import parse
+from megafp8.config.health_case import health_case
 from megafp8.config.precision_map import build_recipe
 from megafp8.metrics.collector import add_statistics, tracked_tensors
 from megafp8.metrics.health import HealthMonitor
@@ -59,7 +60,7 @@ def warnings_of(flags: str, values: Tensor, operands: tuple[Operand, ...]) -> li
     config = parse(f"{TINY} {flags} --fp8-log-interval 1".split()).config
     recipe = build_recipe(config.precision)
     assert recipe is not None
-    watch = HealthMonitor(config)
+    watch = HealthMonitor(health_case(config))
     return [event.detail for step in (1, 2) for event in watch.update(statistics_of(recipe, values, operands, step))]
 
 

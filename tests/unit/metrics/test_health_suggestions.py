@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Optional
 
 import pytest
 from test_health import TINY
 
 from megafp8.config import flags, rules
-from megafp8.config.precision_map import resolve
+from megafp8.config.health_case import health_case
 from megafp8.metrics.health import RULES
 from megafp8.metrics.health_suggestions import (
     Suggestions,
@@ -18,7 +19,6 @@ from megafp8.metrics.health_suggestions import (
     for_outliers,
     for_saturation,
     for_underflow,
-    suggestion_text,
 )
 
 STATISTICS = "--fp8-log-interval 2"
@@ -41,7 +41,8 @@ RUNS = {
 
 
 def text_of(name: str, suggestions: Suggestions, linear: Optional[str] = "layers.1.linear_fc1") -> str:
-    return suggestion_text(suggestions, flags.parse(f"{TINY} {RUNS[name]}".split()).config, linear)
+    case = health_case(flags.parse(f"{TINY} {RUNS[name]}".split()).config)
+    return "; ".join(suggestions(replace(case, linear=linear)))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name.replace(" ", "-"))
@@ -51,8 +52,9 @@ def test_every_suggestion_can_be_read_as_flags(name: str, rule: object) -> None:
     command = f"{TINY} {RUNS[name]}".split()
     config = flags.parse(command).config
     assert rules.setting_problems(config, 1) == []
-    for linear in (None, *resolve(config.model, config.precision)):
-        for text in filter(None, suggestion_text(rule.suggestions, config, linear).split("; ")):
+    case = health_case(config)
+    for linear in (None, *case.choices):
+        for text in rule.suggestions(replace(case, linear=linear)):
             words = re.sub(r" or [\w-]+|, (which|whose|half) .*| to (see|find) .*", "", text)
             assert words.startswith("--") or text.startswith("check --lr")
             changed, problems = flags.parse_with_problems([*command, *words.split()] if words[0] == "-" else command)

@@ -115,7 +115,7 @@ def test_a_warmup_of_a_benchmark_leaves_a_value_before_its_fault_at_the_default_
 def suggestions_of(statistic: str, name: str, words: str) -> str:
     config = parse(f"{RUN} {words}".split()).config
     assert setting_problems(config, 1) == []
-    return suggestion_text(statistic, name, config)
+    return suggestion_text(statistic, name, config.model, config.precision, config.training.fp8_guard)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from load_records import MANY, records_of
 
 from megafp8.config import flags, rules
 from megafp8.metrics.expert_load import COLLAPSE, IDLE, ExpertRecord, load_warnings
-from megafp8.metrics.health_suggestions import for_collapsed_router, more_balance, suggestion_text
+from megafp8.metrics.health_suggestions import for_collapsed_router, more_balance
 from megafp8.metrics.records import from_json, to_json
 from megafp8.metrics.sinks.trackers import scalars
 
@@ -108,6 +108,7 @@ NO_LOSS = "--moe-router-load-balancing-type none --moe-aux-loss-coeff 0"
 def test_the_suggestion_fits_the_run(extra: str, expected: list[str]) -> None:
     config = flags.parse(f"{TINY} {extra}".split()).config
     assert rules.setting_problems(config, 1) == []
-    assert suggestion_text(more_balance, config) == "; ".join(expected)
+    assert "; ".join(more_balance(config.model)) == "; ".join(expected)
     lower = "--lr 0.0005, half of the current value; --lr-warmup-iters 2"
-    assert suggestion_text(for_collapsed_router, config) == "; ".join([*expected, lower])
+    found = for_collapsed_router(config.model, config.optimizer, config.training)
+    assert "; ".join(found) == "; ".join([*expected, lower])

@@ -11,6 +11,7 @@ import pytest
 from small_run import small_config
 
 from megafp8.checkpoint.load import restore_schedule
+from megafp8.config.lr_schedule import schedule_samples
 from megafp8.errors import CheckpointError
 from megafp8.optimizer.schedules import Schedule, build_schedule, current_learning_rate
 
@@ -37,7 +38,8 @@ def built(flags: str, world_size: int = 1) -> Schedule:
     """The schedule of a run, over one group of parameters."""
     group = {"params": [1], "wd_mult": 1.0, "lr_mult": 1.0, "default_config": True}
     optimizer: Any = SimpleNamespace(param_groups=[group])
-    return build_schedule(small_config("llama", f"{BASE} {flags}", world_size), optimizer, world_size)
+    config = small_config("llama", f"{BASE} {flags}", world_size)
+    return build_schedule(config.optimizer, schedule_samples(config, world_size), config.checkpoint, optimizer)
 
 
 def test_warmup_is_linear_from_its_start() -> None:
