@@ -225,7 +225,8 @@ def wheels_torch_was_built_with(machine: Machine) -> Iterator[DoctorResult]:
             "pip install " + " ".join(f"{name}=={version}" for name, version in differing.items()),
         )  # fmt: skip
         return
-    versions_text = "".join(f", {name} {version}" for name, version in machine.library_versions.items())
+    loaded = {name: version for name, version in machine.library_versions.items() if version is not None}
+    versions_text = "".join(f", {name} {version}" for name, version in loaded.items())
     yield ok(f"all packages are for CUDA {machine.cuda_major}{versions_text}")
 
 

@@ -59,7 +59,7 @@ class Machine:
         found_cudnn: folder of the unversioned libcudnn.so that Transformer Engine finds first, and where this comes
             from.
         loaded: folders of each CUDA library that is loaded after all imports, by the library's name.
-        library_versions: versions of the loaded CUDA libraries, by the library's name.
+        library_versions: of the loaded CUDA libraries and the driver, by name (`device/cuda_libraries.py`).
         torch_wheels: the versions of NVIDIA's wheels that torch requires, by package.
         links: kinds of connections between the GPUs according to `nvidia-smi topo`, such as NV18, PIX or SYS.
     """
@@ -83,7 +83,7 @@ class Machine:
     wheel_cudnn: Optional[str] = None
     found_cudnn: Optional[tuple[str, str]] = None
     loaded: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    library_versions: Mapping[str, str] = field(default_factory=dict)
+    library_versions: Mapping[str, Optional[str]] = field(default_factory=dict)
     torch_wheels: Mapping[str, str] = field(default_factory=dict)
     compiler: Optional[str] = None
     has_python_headers: bool = False
