@@ -90,7 +90,7 @@ _CPU_RUN, _OTHER_RUNS, _GPU_RUN = date(2026, 11, 30), date(2026, 11, 26), date(2
 SUPPORTED_VERSIONS = (
     SupportedVersion(PYTHON, "3.11", _CPU_RUN, date(2027, 10, 31), "last security fixes (PEP 664)", "Python 3.13"),
     SupportedVersion(PYTHON, "3.12", _GPU_RUN, date(2028, 10, 31), "last security fixes (PEP 693)", "Python 3.13"),
-    SupportedVersion(PYTHON, "3.13", _OTHER_RUNS, date(2029, 10, 31), "last security fixes (PEP 719)", "a newer Python"),
+    SupportedVersion(PYTHON, "3.13", _OTHER_RUNS, date(2029, 10, 31), "last security fixes (PEP 719)", "a later one"),
     SupportedVersion("torch", "2.11", _GPU_RUN),
     SupportedVersion("torch", "2.13", _CPU_RUN),
     SupportedVersion(

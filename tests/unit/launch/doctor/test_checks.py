@@ -148,8 +148,8 @@ CASES = {
         "0.9.10.dev0 is not NVIDIA's: the package apex on PyPI is a toolkit for Pyramid", "pip uninstall apex",
     ),
     "a Python whose support ends": (
-        {"today": "2027-10-31", "packages": without(CPU) | {"megatron-core": "0.19.2"}}, WARNING, "support", "Python 3.11: support ends on 2027-10-31: last security fixes",
-        "Python 3.13",
+        {"today": "2027-10-31", "packages": without(CPU) | {"megatron-core": "0.19.2"}}, WARNING, "support",
+        "Python 3.11: support ends on 2027-10-31: last security fixes", "Python 3.13",
     ),
     "no writing": ({"disk_error": "Read-only file system"}, ERROR, "disk", "Read-only file system", "--folder"),
 }  # fmt: skip
