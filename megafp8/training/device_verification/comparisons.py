@@ -286,8 +286,8 @@ def compare_linears(native: NativeLayers, recipe: str, number_format: str) -> li
         try:
             results = native.linear(recipe, number_format, x, w, dy, rounds_to_nearest=to_nearest)
         except Exception as error:  # on a new device that is a result
-            failure = failure_text(error)
-            found.append(LinearComparison(recipe, number_format, f"all{suffix}", sizes, math.inf, 0.0, failure))
+            text = failure_text(error)
+            found.append(LinearComparison(recipe, number_format, f"all{suffix}", sizes, math.inf, 0.0, text))
             continue
         tensors = {Operand.INPUT: x, Operand.WEIGHT: w, Operand.GRAD_OUTPUT: dy}
         for gemm, result in results.items():
