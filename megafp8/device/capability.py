@@ -139,9 +139,11 @@ def emulation_warnings(config: RunConfig, target: Target) -> list[str]:
         is_known = decodes and not without_kernels
         cost = "; on an H200 a step takes 1.2 to 1.4 times as long as in BF16" if is_known else ""
         warnings += [
-            f"all layers are emulated because of {text}{cost}; {native_flags(target)}; to get an error instead: "
-            "--no-emulation"
-            for text in unsupported_recipes(precision, target) + unsupported_layers(config)
+            f"all layers are emulated because of {text}{cost}; to get an error instead: --no-emulation"
+            for text in (
+                *(f"{text}; {native_flags(target)}" for text in unsupported_recipes(precision, target)),
+                *unsupported_layers(config),
+            )
         ]
     warnings += [
         f"{precision_map.recipe_source(precision, name)}: there is no kernel for its casts; in torch operations a step "
