@@ -7,8 +7,8 @@ import functools
 import itertools
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Optional
 
@@ -133,6 +133,7 @@ class Row:
         step_ms: median of the steps.
         mean_ms: of the same steps.
         times_ms: of each of them, rounded.
+        cuda_versions: of cuBLASLt, cuDNN, NCCL, NVSHMEM and the driver, empty in older rows.
         megatron: version of megatron-core, empty in older rows.
         num_repeated: steps that were computed twice for want of rows of experts or documents; None of the peer.
         attended: mean part of a sequence that is the document of a token; None without borders.
@@ -162,6 +163,7 @@ class Row:
     attended: Optional[float] = None
     num_repeated: Optional[int] = None
     megatron: str = ""
+    cuda_versions: Mapping[str, Optional[str]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"{self.label} {self.mode}"

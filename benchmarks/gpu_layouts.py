@@ -60,6 +60,7 @@ import torch  # isort: skip
 import torch.distributed as dist  # isort: skip
 
 from megafp8.config.schema.model import ParallelConfig
+from megafp8.device.cuda_libraries import cuda_library_versions
 from megafp8.device.platform import Platform, detect_platform, init_distributed, shutdown_distributed
 from megafp8.training.checks import ValidatedRun
 
@@ -157,6 +158,7 @@ def measure(options: argparse.Namespace, task: Task) -> Row:
         step_ms=statistics.median(times_ms), times_ms=[round(each, 1) for each in times_ms],
         peak_gib=peak, gathered_mb=None if gathered is None else gathered / 1e6,
         losses=losses + [each.loss for each in results], device=platform.name, layout=task.name, flags=flags,
+        cuda_versions=cuda_library_versions(),
         environment=environment, software=task.software, mean_ms=mean_ms,
         num_repeated=None if None in repeated else sum(map(bool, repeated)), attended=attended,
         megatron=megatron.core.__version__,

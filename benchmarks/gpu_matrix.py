@@ -51,6 +51,7 @@ import torch  # isort: skip
 import torch.nn.functional as F  # isort: skip
 
 from megafp8.config.schema.model import ParallelConfig
+from megafp8.device.cuda_libraries import cuda_library_versions
 from megafp8.device.platform import Platform, limit_device_connections
 from megafp8.metrics.sinks import Sinks
 from megafp8.training.checks import ValidatedRun, short_warnings
@@ -220,7 +221,7 @@ def row_of(task: Task, times_ms: list[float], peak_gib: float, platform: Platfor
     return Row(
         shape=task.block.shape, block=task.block.name, side=task.side, own_flags=task.own_flags, step_ms=step_ms,
         times_ms=[round(each, 2) for each in times_ms], tokens_per_second=1e3 * task.block.tokens / step_ms,
-        peak_gib=peak_gib, device=platform.name, **found,
+        peak_gib=peak_gib, device=platform.name, cuda_versions=cuda_library_versions(), **found,
     )  # fmt: skip
 
 

@@ -8,8 +8,8 @@ import math
 import statistics
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
@@ -43,6 +43,7 @@ class Row:
         idle: part of two profiled steps in which no kernel ran; None where they were not profiled.
         said: warnings before step 1, and why there is no CUDA graph.
         own_flags: flags that the default does not have.
+        cuda_versions: of cuBLASLt, cuDNN, NCCL, NVSHMEM and the driver, empty in older rows.
         error: the last lines of a failure.
     """
 
@@ -59,6 +60,7 @@ class Row:
     idle: Optional[float] = None
     said: Sequence[str] = ()
     device: str = ""
+    cuda_versions: Mapping[str, Optional[str]] = field(default_factory=dict)
     error: str = ""
 
     @property

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megafp8.device.cuda_libraries import cuda_library_versions
 from megafp8.utils.formatting import markdown_table
 
 QUIET_FRACTION = 0.05
@@ -169,8 +170,9 @@ def profile_calls(run: Callable[[], Any], repeats: int, within: str) -> list[tup
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:
-    """Write a benchmark's result for machines to read."""
+    """Write a benchmark's result for machines to read, with the versions of the CUDA libraries."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    result = {"cuda_versions": cuda_library_versions(), **result}
     path.write_text(json.dumps(result, indent=2, default=plain) + "\n", encoding="utf-8")
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -22,14 +23,13 @@ from megafp8.analysis.plotting import picture_problems
 from megafp8.cli.command_flags import add_flags, argument, float_flag, int_flag, path_flag, switch
 from megafp8.cli.common import build_command_parser, returns_exit_status
 from megafp8.cli.goodput_flags import add_goodput_flags, build_inputs, goodput_problems
+from megafp8.config.gpu_names import COMPUTE_CAPABILITIES, gpu_type
 from megafp8.errors import ConfigError
-from megafp8.utils.suggestions import NameType
 
 if TYPE_CHECKING:
     from megafp8.config.flags import ParsedArgs
     from megafp8.device.gpus import Gpu
 
-GPU_NAMES = ("h100", "h200", "b200")
 MOST_GPUS = 2**20
 LAYOUTS_SHOWN = 5
 LEAST_GBIT_PER_S, MOST_GBIT_PER_S = 1, 100_000
@@ -54,16 +54,14 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
     add_flags(
         parser,
         int_flag("--gpus", "GPUs to plan for", required=True),
-        argument(
-            "--gpu",
-            "kind of GPU (default: h200)",
-            type=NameType(GPU_NAMES, "GPUs", "for another, run megafp8 pretrain --dry-run on a machine with it"),
-            default="h200",
-            metavar=f"{{{','.join(GPU_NAMES)}}}",
-        ),
+        argument("--gpu", f"kind of GPU: {', '.join(COMPUTE_CAPABILITIES)} (default: h200)", type=gpu_type(),
+                 default="h200", metavar="NAME"),
+        float_flag("--gpu-memory-gib", "memory of a GPU like --gpu", metavar="GIB"),
+        float_flag("--gpu-peak-tflops", "dense BF16 peak of a GPU like --gpu; others change in proportion",
+                   metavar="X"),
         float_flag("--network-gbit-per-s", "network bandwidth per GPU (default: that of a typical node)", metavar="X"),
         switch("--json", "print JSON instead of text"),
-    )
+    )  # fmt: skip
 
 
 def number_problems(arguments: argparse.Namespace) -> Iterator[str]:
@@ -77,6 +75,10 @@ def number_problems(arguments: argparse.Namespace) -> Iterator[str]:
     network = arguments.network_gbit_per_s
     if network is not None and not LEAST_GBIT_PER_S <= network <= MOST_GBIT_PER_S:  # NaN is not either
         yield f"--network-gbit-per-s {network:g}: must be between {LEAST_GBIT_PER_S} and {MOST_GBIT_PER_S:,}"
+    for flag in ("gpu_memory_gib", "gpu_peak_tflops"):
+        value = getattr(arguments, flag)
+        if value is not None and not 0 < value < math.inf:
+            yield f"--{flag.replace('_', '-')} {value:g}: must be above 0"
     yield from picture_problems("--plot", arguments.plot)
     yield from goodput_problems(arguments)
 
@@ -90,13 +92,14 @@ def main(argv: Sequence[str]) -> int:
 def run(arguments: argparse.Namespace, training: Sequence[str]) -> int:
     """Print the plan or the goodput of a command line that is parsed."""
     from megafp8.config import flags
-    from megafp8.device.gpus import GPUS
+    from megafp8.device.gpus import GPUS, with_figures
     from megafp8.planning.plan import default_scaling, make_plan, with_network
     from megafp8.planning.report import plan_data, plan_text
 
     if problems := list(number_problems(arguments)):
         raise ConfigError(problems)
-    gpu = with_network(GPUS[arguments.gpu], arguments.network_gbit_per_s)
+    like = with_figures(GPUS[arguments.gpu], arguments.gpu_memory_gib, arguments.gpu_peak_tflops)
+    gpu = with_network(like, arguments.network_gbit_per_s)
     parsed = flags.parse(training)
     if arguments.goodput:
         return print_goodput(arguments, parsed, gpu)

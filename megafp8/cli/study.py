@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Optional
 
 from megafp8.cli.command_flags import add_flags, argument, int_flag, path_flag, switch
 from megafp8.cli.common import TRAINING_SCRIPT, build_command_parser, returns_exit_status
+from megafp8.config.gpu_names import gpu_type
 from megafp8.device.gpus import GPUS
 from megafp8.errors import ConfigError
 from megafp8.utils.best_effort import best_effort
@@ -63,7 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
         int_flag("--parallel", "number of runs at the same time on this machine (default: as many as fit on its GPUs; "
                  "1 on a CPU)"),
         argument("--gpu", "with --dry-run: GPU for which the planner predicts times (default: times of finished runs)",
-                 choices=sorted(GPUS)),
+                 type=gpu_type(), metavar="NAME"),
     )  # fmt: skip
 
 

@@ -44,12 +44,11 @@ def main(argv: Sequence[str]) -> int:
     from megafp8.mcore import cpu_patches
 
     cpu_patches.install()
-    from megafp8.launch.doctor.facts import driver_facts, installed_packages
+    from megafp8.launch.doctor.facts import installed_packages
     from megafp8.training.device_verification.report import report_data, report_text
     from megafp8.training.device_verification.verify import find_device, verify
 
-    driver, _, _ = driver_facts()
-    device = find_device(installed_packages(), driver)
+    device = find_device(installed_packages())
     native = None
     if device.native_recipes:
         from megafp8.te.native import TransformerEngineLayers

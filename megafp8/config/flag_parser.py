@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from megafp8 import __version__
 from megafp8.config import dimensions, model_shapes, recipe_values
 from megafp8.config import help as flag_help
+from megafp8.config.gpu_names import COMPUTE_CAPABILITIES, gpu_type
 from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import Setting, all_settings, with_values
 from megafp8.errors import ConfigError
@@ -21,7 +22,6 @@ from megafp8.utils.suggestions import NameType, did_you_mean, same_name
 
 ACCUMULATED = ("overrides", "precision.precision_map", "logging.sample_prompt")
 """List settings to which every occurrence adds. Of the others the last occurrence wins."""
-TARGETS = ("cpu", "h100", "h200", "b200")
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -71,9 +71,15 @@ def _add_general_options(parser: argparse.ArgumentParser) -> None:
         "--world-size", type=whole_number, metavar="N", help="number of ranks to plan for, with --dry-run"
     )
     parser.add_argument(
-        "--target", type=NameType(tuple(TARGETS), "machines", "for another, use --dry-run on it without --target"),
-        metavar=f"{{{','.join(TARGETS)}}}",
-        help="machine to plan for, with --dry-run",
+        "--target", type=gpu_type("cpu", kind="machines"), metavar="NAME",
+        help=f"machine to plan for, with --dry-run: cpu, {', '.join(COMPUTE_CAPABILITIES)}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--gpu-memory-gib", type=positive_number, metavar="GIB", help="memory of the --target GPU, for one like it"
+    )
+    parser.add_argument(
+        "--gpu-peak-tflops", type=positive_number, metavar="X",
+        help="dense BF16 peak of the --target GPU, for one like it; those of other formats change in proportion",
     )  # fmt: skip
     parser.add_argument(
         "--strict", action="store_true", help="with --dry-run: exit status 1 if the run does not fit into the memory"

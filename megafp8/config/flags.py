@@ -153,6 +153,7 @@ class ParsedArgs:
         dry_run: whether to print the plan of the run and stop.
         world_size: ranks of the dry run; None is the actual number.
         target: machine of the dry run; None is this one.
+        gpu_memory_gib, gpu_peak_tflops: memory and dense BF16 peak of a target that is only like the named one.
         num_epochs: length of the run in epochs; `data.epochs` makes steps of it.
         strict: a dry run that does not fit ends with status 1.
         warnings: messages about flags without effect.
@@ -165,6 +166,8 @@ class ParsedArgs:
     dry_run: bool = False
     world_size: Optional[int] = None
     target: Optional[str] = None
+    gpu_memory_gib: Optional[float] = None
+    gpu_peak_tflops: Optional[float] = None
     num_epochs: Optional[float] = None
     strict: bool = False
     warnings: tuple[str, ...] = ()
@@ -211,7 +214,7 @@ def parse_with_problems(
         if option[0] in parser._option_string_actions:
             _read_option(parser, option, values, problems)
     config_path = values.pop("config", None)
-    names = ("dry_run", "world_size", "target", "strict", "num_epochs")
+    names = ("dry_run", "world_size", "target", "gpu_memory_gib", "gpu_peak_tflops", "strict", "num_epochs")
     options: dict[str, Any] = {name: values.pop(name) for name in names if name in values}
     given = frozenset(MIN_LR if name == MIN_LR_RATIO else name for name in values) - {RECIPE, MAP_FILE}
     base = with_values(RunConfig(), from_checkpoint)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Optional
 
 from megafp8.config import derived, dimensions, fp8_lm, mixture, precision_map, precision_schedule
+from megafp8.config.gpu_names import COMPUTE_CAPABILITIES
 from megafp8.config.layer_backends import EMULATED, TRANSFORMER_ENGINE, LayerBackend, requested_backend
 from megafp8.config.precision_map import OUTPUT_LAYER, LinearChoice
 from megafp8.config.schema import PrecisionConfig, RunConfig
@@ -50,6 +51,7 @@ class Target:
         compute_capability: major and minor; None on a CPU.
         transformer_engine: version of Transformer Engine; None if it is not installed.
         problem: why an installed Transformer Engine cannot be used; None if it can.
+        memory_gib, peak_tflops: of a GPU that is only like the named one; None are those of the named one.
     """
 
     name: str
@@ -57,13 +59,13 @@ class Target:
     compute_capability: Optional[tuple[int, int]] = None
     transformer_engine: Optional[str] = None
     problem: Optional[str] = None
+    memory_gib: Optional[float] = None
+    peak_tflops: Optional[float] = None
 
 
 TARGETS = {
     "cpu": Target("cpu", "cpu"),
-    "h100": Target("h100", "cuda", (9, 0), "assumed"),
-    "h200": Target("h200", "cuda", (9, 0), "assumed"),
-    "b200": Target("b200", "cuda", (10, 0), "assumed"),
+    **{name: Target(name, "cuda", since, "assumed") for name, since in COMPUTE_CAPABILITIES.items()},
 }
 
 
@@ -138,7 +140,10 @@ def emulation_warnings(config: RunConfig, target: Target) -> list[str]:
         cost = "; on an H200 a step takes 1.2 to 1.4 times as long as in BF16" if is_known else ""
         warnings += [
             f"all layers are emulated because of {text}{cost}; to get an error instead: --no-emulation"
-            for text in unsupported_recipes(precision, target) + unsupported_layers(config)
+            for text in (
+                *(f"{text}; {native_flags(target)}" for text in unsupported_recipes(precision, target)),
+                *unsupported_layers(config),
+            )
         ]
     warnings += [
         f"{precision_map.recipe_source(precision, name)}: there is no kernel for its casts; in torch operations a step "
@@ -426,15 +431,21 @@ def native_recipes(target: Target) -> list[str]:
     return [each.name for each in registry.recipes() if is_there and each.is_native(target.compute_capability)]
 
 
+def native_flags(target: Target) -> str:
+    """The flags of the recipes that the target supports natively, as text."""
+    flags: dict[str, list[str]] = {}
+    for name in native_recipes(target):
+        flag, _ = registry.get(name).flag.rsplit(" ", 1)
+        flags.setdefault(flag, []).append(name)
+    if not flags:
+        return "no recipe is supported natively"
+    return "supported natively: " + "; ".join(f"{flag} {', '.join(names)}" for flag, names in flags.items())
+
+
 def recipe_fix(target: Target, may_emulate: bool) -> str:
     """Alternatives to a recipe that the target does not support."""
-    native = native_recipes(target)
     emulated = "--transformer-impl emulated supports every recipe" if may_emulate else "remove --no-emulation"
-    return (
-        f"supported natively: {', '.join(native)}; {emulated}"
-        if native
-        else f"no recipe is supported natively; {emulated}"
-    )
+    return f"{native_flags(target)}; {emulated}"
 
 
 def capability_text(capability: tuple[int, int]) -> str:

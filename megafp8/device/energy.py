@@ -9,16 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megafp8.device.cuda_libraries import NVML
 from megafp8.errors import ConfigError
 
-LIBRARY = "libnvidia-ml.so.1"
 MILLIJOULES = 1e-3
 
 
 def has_library() -> bool:
     """Whether this machine has the driver's library."""
     try:
-        ctypes.CDLL(LIBRARY)
+        ctypes.CDLL(NVML)
     except OSError:
         return False
     return True
@@ -39,9 +39,9 @@ class EnergyCounter:
 
     def __init__(self, device: torch.device):
         try:
-            self._nvml = ctypes.CDLL(LIBRARY)
+            self._nvml = ctypes.CDLL(NVML)
         except OSError as error:
-            raise ConfigError(f"--log-energy needs {LIBRARY} of NVIDIA's driver: {error}; remove the flag") from error
+            raise ConfigError(f"--log-energy needs {NVML} of NVIDIA's driver: {error}; remove the flag") from error
         self._handle = ctypes.c_void_p()
         uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
         self._call("nvmlInit_v2")
@@ -62,7 +62,7 @@ class EnergyCounter:
 
     def _call(self, name: str, *arguments: Any) -> None:
         if status := getattr(self._nvml, name)(*arguments):
-            raise ConfigError(f"--log-energy: {name} of {LIBRARY} failed with status {status}; remove the flag")
+            raise ConfigError(f"--log-energy: {name} of {NVML} failed with status {status}; remove the flag")
 
 
 class EnergyMeter:

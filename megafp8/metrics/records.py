@@ -69,6 +69,9 @@ class RunRecord:
     """Training tokens before a document is read again; None without training data, and with phases of data."""
     versions: dict[str, str] = field(default_factory=dict)
     """Versions of megafp8, Python and the numerical libraries."""
+    cuda_versions: dict[str, Optional[str]] = field(default_factory=dict)
+    """Of cuBLASLt, cuDNN, NCCL, NVSHMEM and the driver; None where one is absent. Empty in records of earlier
+    versions."""
     resumed_from_step: Optional[int] = None
     """Step of the loaded checkpoint; None for a run that starts at step 0."""
     started_at: str = field(default_factory=utc_now)

@@ -94,7 +94,7 @@ def all_to_all_s(run: PlannedRun, group: RankGroup, num_bytes: float) -> float:
         return 0.0
     in_node, num_nodes = _placement(run, group)
     part_bytes = num_bytes / group.size
-    inside_s = part_bytes * (in_node - 1) / (run.gpu.nvlink_bytes_per_s * run.calibration.nvlink_fraction)
+    inside_s = part_bytes * (in_node - 1) / (run.gpu.link_bytes_per_s * run.calibration.nvlink_fraction)
     outside_s = part_bytes * (group.size - in_node) / (run.gpu.network_bytes_per_s * NETWORK_FRACTION)
     return max(inside_s, outside_s) + COLLECTIVE_START_S + (NVLINK_STEP_S if num_nodes == 1 else NETWORK_STEP_S)
 
@@ -107,7 +107,7 @@ def _placement(run: PlannedRun, group: RankGroup) -> tuple[int, int]:
 
 def _bandwidth(run: PlannedRun, in_node: int, num_nodes: int) -> float:
     """Bytes per second of one rank in a ring."""
-    nvlink = run.gpu.nvlink_bytes_per_s * run.calibration.nvlink_fraction
+    nvlink = run.gpu.link_bytes_per_s * run.calibration.nvlink_fraction
     if num_nodes == 1:
         return nvlink
     return min(nvlink, in_node * run.gpu.network_bytes_per_s * NETWORK_FRACTION)

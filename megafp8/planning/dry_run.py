@@ -29,7 +29,7 @@ from megafp8.config.stages import stage_layers
 from megafp8.config.topology import layout_of
 from megafp8.data.tokenizers.build import build_tokenizer
 from megafp8.device.capability import Target
-from megafp8.device.gpus import find_gpu
+from megafp8.device.gpus import gpu_of
 from megafp8.errors import CapabilityError, ConfigError, DataError
 from megafp8.planning.fit import MemoryVerdict, fp8_warnings, memory_verdict
 from megafp8.planning.host_memory import checkpoint_memory, host_memory_text
@@ -174,7 +174,7 @@ def find_verdict(
     config: RunConfig, target: Target, implementation: LayerBackend, vocab_size: int, world_size: int
 ) -> Optional[MemoryVerdict]:
     """Whether the run fits into the memory of its GPUs; None for a device that the planner does not know."""
-    gpu = find_gpu(target.name)
+    gpu = gpu_of(target)
     if gpu is None or not implementation.has_step_time_model:
         return None
     return memory_verdict(PlannedRun(config=config, gpu=gpu, world_size=world_size, padded_vocab=vocab_size))
@@ -302,7 +302,7 @@ def micro_batch_text(validated: ValidatedRun) -> tuple[int, str]:
     outside = non_torch_bytes(config, world_size) if target.kind == "cuda" else resident_bytes()
     sizes = micro_batch.possible_sizes(config, world_size)
     predicted = micro_batch.predicted_bytes(config, sizes, world_size, vocab_size, implementation, outside)
-    gpu, limit_gib = find_gpu(target.name), config.training.micro_batch_size_memory_limit
+    gpu, limit_gib = gpu_of(target), config.training.micro_batch_size_memory_limit
     memory_bytes = detect_platform().free_memory_bytes() if gpu is None else gpu.memory_bytes
     limit_bytes = int((1 - FREE_MEMORY_FRACTION) * memory_bytes) if limit_gib is None else int(limit_gib * GIB)
     candidates, first = micro_batch.sizes_to_try(predicted, limit_bytes), micro_batch.first_size(predicted, limit_bytes)
@@ -337,7 +337,7 @@ def memory_text(
         lines.append(f"beside the graph: {gib(graph_bytes)} GiB more for statistics steps and validations")
     host = [checkpoint_memory(config, world_size, vocab_size, each, saved) for each in estimates]
     lines.append(f"host memory for checkpoints: {host_memory_text(host)}")
-    gpu = find_gpu(target.name)
+    gpu = gpu_of(target)
     if gpu is not None:
         lines.append(f"outside of torch, such as CUDA and NCCL: {gib(non_torch_bytes(config, world_size))} GiB")
     available = "" if gpu is None else f"; {gpu.name} has {gib(gpu.memory_bytes)} GiB"
@@ -349,7 +349,7 @@ def speed_text(
     document_length: Optional[float],
 ) -> str:  # fmt: skip
     """The planner's prediction of the step time, or why there is none."""
-    gpu, precision = find_gpu(target.name), config.precision
+    gpu, precision = gpu_of(target), config.precision
     problem = (
         f"the planner does not know {target.name}" if gpu is None
         else f"{implementation} layers" if not implementation.has_step_time_model
@@ -464,7 +464,7 @@ def warning_text(
     document_length: Optional[float] = None,
 ) -> list[str]:  # fmt: skip
     """A warning if the run will not be faster than BF16; for a GPU that the planner knows."""
-    gpu, precision = find_gpu(target.name), config.precision
+    gpu, precision = gpu_of(target), config.precision
     if gpu is None or not implementation.has_step_time_model:
         return []
     run = PlannedRun(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Optional
 
 from megafp8.config import flags
+from megafp8.config.gpu_names import gpu_type
 from megafp8.config.settings import settings_by_flag
 from megafp8.device.gpus import GPUS
 from megafp8.errors import ConfigError
@@ -59,7 +61,7 @@ def plan(
     Args:
         model: a model preset of `megafp8 pretrain --list-presets`.
         gpus: number of GPUs.
-        gpu: kind of GPU, such as "h100".
+        gpu: kind of GPU, as of `megafp8 plan --gpu`.
         recipe: one of `megafp8.recipes.names()`; None is BF16.
         **settings: flags of `megafp8 pretrain`: `seq_length=4096`, `recompute_granularity="full"`. Layout and micro
             batch size are searched unless they are given.
@@ -70,8 +72,10 @@ def plan(
     Raises:
         ConfigError: a wrong argument, or no layout fits.
     """
-    if gpu.lower() not in GPUS:
-        raise ConfigError(f"gpu {gpu!r} is not known; known are {', '.join(GPUS)}")
+    try:
+        kind = GPUS[gpu_type()(gpu)]
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(f"gpu {error}") from None
     if gpus < 1:
         raise ConfigError(f"gpus {gpus}: must be at least 1")
     argv = ["--model-preset", model]
@@ -79,14 +83,14 @@ def plan(
         argv += ["--recipe", recipe]
     for name, value in settings.items():
         argv += _words(f"--{name.replace('_', '-')}", value)
-    found = make_plan(flags.parse(argv), GPUS[gpu.lower()], gpus, ())
+    found = make_plan(flags.parse(argv), kind, gpus, ())
     for text in found.warnings:
         warnings.warn(text, stacklevel=2)
     if not found.search.layouts:
         needed = (found.search.smallest_bytes or 0) / GIB
         raise ConfigError(
             f"{model} does not fit on {gpus:,} x {gpu}: the smallest layout needs {needed:.1f} GiB of "
-            f"{GPUS[gpu.lower()].memory_bytes / GIB:.1f} GiB per GPU; use more GPUs, or micro_batch_size=1"
+            f"{kind.memory_bytes / GIB:.1f} GiB per GPU; use more GPUs, or micro_batch_size=1"
         )
     return [LayoutSummary(**layout_data(layout)) for layout in found.search.layouts]
 

@@ -101,6 +101,10 @@ def ranking_warnings(config: RunConfig, gpu: Gpu, search: LayoutSearch) -> Itera
             f"{' and '.join(unknown)}: not ranked on {gpu.name}, because no measured or published speed is available: "
             "another recipe may be faster"
         )
+    if not is_mixture(config.model):
+        for recipe in derived.used_recipes(config.precision):
+            if recipe.blackwell_note:
+                yield f"{recipe.name}: {recipe.blackwell_note}"
     step = search.layouts[0].step if search.layouts else None
     host_fraction = step.parts.get("host", 0.0) / step.seconds if step else 0.0
     if host_fraction > HOST_FRACTION:

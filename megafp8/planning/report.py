@@ -122,7 +122,8 @@ def scaling_sections(plan: Plan) -> list[str]:
 def assumptions_text(plan: Plan) -> str:
     """The hardware figures, measured fractions and defaults that the plan is based on."""
     gpu, measured = plan.gpu, CALIBRATION
-    peaks = ", ".join(f"{name} {gpu.peak.flops[name] / 1e12:,.0f}" for name in ("bf16", "fp8"))
+    shown = [name for name in ("bf16", "fp8") if name in gpu.peak.flops]
+    peaks = ", ".join(f"{name} {gpu.peak.flops[name] / 1e12:,.0f}" for name in shown)
     flag_of = {name: settings_by_name()[name].flags[0] for name in plan.assumed}
     filled = [flag_of[name] if value is True else f"{flag_of[name]} {value}" for name, value in plan.assumed.items()]
     is_blackwell = gpu.compute_capability >= (10, 0)
@@ -131,8 +132,8 @@ def assumptions_text(plan: Plan) -> str:
         if is_blackwell else f"{measured.blockwise_gemm_fraction} (recipes with block scales)"
     )  # fmt: skip
     lines = [
-        f"{gpu.name}: dense peaks {peaks} TFLOP/s, HBM {gpu.hbm_bytes_per_s / 1e12:.2f} TB/s, NVLink "
-        f"{gpu.nvlink_bytes_per_s / 1e9:.0f} GB/s and network {gpu.network_bytes_per_s / 1e9:.1f} GB/s per direction, "
+        f"{gpu.name}: dense peaks {peaks} TFLOP/s, HBM {gpu.hbm_bytes_per_s / 1e12:.2f} TB/s, {gpu.link} "
+        f"{gpu.link_bytes_per_s / 1e9:.0f} GB/s and network {gpu.network_bytes_per_s / 1e9:.1f} GB/s per direction, "
         f"{gpu.gpus_per_node} GPUs per node",
         f"fractions reached: GEMMs {measured.bf16_gemm_fraction} (BF16), {measured.fp8_gemm_fraction} (FP8), "
         f"{block_fraction}; memory-bound operations {measured.memory_fraction}, casts {measured.cast_fraction}, "

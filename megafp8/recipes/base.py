@@ -249,6 +249,7 @@ class Recipe:
             `get_align_size_for_quantization`, megatron-core's `get_fp8_align_size`.
         native_capabilities: compute capabilities on which Transformer Engine 2.20 supports the recipe.
         beyond_capabilities: why newer GPUs than these are excluded; empty if none is known.
+        blackwell_note: what published speeds on Blackwell say about the choice of this recipe; empty if nothing.
         scaled_mm_capabilities: compute capabilities on which emulated layers use `quantization/scaled_gemm.py`.
         te_recipe_class: class in `transformer_engine.common.recipe`; None where there is none.
         te_quantizer: module and class below `transformer_engine.pytorch.tensor` that Triton kernels can replace.
@@ -280,6 +281,7 @@ class Recipe:
     gemm_alignment: int = 16
     native_capabilities: CapabilityRanges = ()
     beyond_capabilities: str = ""
+    blackwell_note: str = ""
     scaled_mm_capabilities: CapabilityRanges = ()
     te_recipe_class: Optional[str] = None
     te_quantizer: Optional[tuple[str, str]] = None

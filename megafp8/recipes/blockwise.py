@@ -38,6 +38,7 @@ RECIPE = Recipe(
     default_format="e4m3",
     option_names=("fp8_block_scaling_fp32_scales",),
     resume_option_names=("fp8_block_scaling_fp32_scales",),
+    # On Blackwell Transformer Engine multiplies it as MXFP8, also on 12.x (its pull request 2157 and issue 2668).
     native_capabilities=(((9, 0), ANY_LATER),),
     te_recipe_class="Float8BlockScaling",
     te_quantizer=("float8_blockwise_tensor", "Float8BlockQuantizer"),

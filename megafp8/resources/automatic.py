@@ -47,7 +47,7 @@ from megafp8.config.schema.setting import Role
 from megafp8.config.settings import settings_by_name, settings_with, value_of, with_values
 from megafp8.device import capability, nccl_buffers
 from megafp8.device.capability import Target
-from megafp8.device.gpus import Gpu, find_gpu
+from megafp8.device.gpus import NVLINK, Gpu, gpu_of
 from megafp8.recipes import registry
 from megafp8.resilience import fault_injection
 from megafp8.resources.memory import cuda_graph_memory_bytes, estimate_stages
@@ -327,14 +327,17 @@ def _dispatcher(config: RunConfig, target: Target, world_size: int) -> tuple[Val
     is_given = config.parallel.moe_token_dispatcher_type != "auto"
     if is_given or not is_mixture(config.model) or ranks == 1 or not _has_te_layers(config, target):
         return {}, []
-    gpu = find_gpu(target.name)
+    gpu = gpu_of(target)
     # A dry run for other machines may itself have been started by a launcher.
     is_here = os.environ.get("WORLD_SIZE") == str(world_size)
     node_size = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) if is_here else 0
     node_size = node_size or (gpu.gpus_per_node if gpu else 0)
     problems = itertools.chain(
         peer_problems(config),
-        ["a kind of GPU whose links are not known"] if gpu is None else [],
+        # Measured on Hopper; older GPUs and those without NVLink may not reach each other's memory at all.
+        []
+        if gpu and gpu.link == NVLINK and gpu.compute_capability >= (9, 0)
+        else ["a kind of GPU whose links were not measured"],
         [f"{ranks} ranks on nodes of {node_size}"] if node_size % ranks else [],
     )
     if problem := next(problems, None):
@@ -358,7 +361,7 @@ def _memory_shortage(config: RunConfig, target: Target, world_size: int, impleme
 
     Without `--vocab-size` the estimate leaves out the logits' memory.
     """
-    gpu = find_gpu(target.name)
+    gpu = gpu_of(target)
     if gpu is None or rules.setting_problems(config, world_size):
         return ""
     vocab_size = dimensions.padded_vocab_size(config, config.model.vocab_size or 1)

@@ -48,10 +48,13 @@ class TransformerEngineLayers:
         quantized = quantizer(tensor.cuda())
         return {side: stored(quantized, side) for side in (ROW, COLUMN)}
 
-    def linear(self, recipe: Optional[str], number_format: str, x: Tensor, w: Tensor, dy: Tensor) -> dict[Gemm, Tensor]:
+    def linear(
+        self, recipe: Optional[str], number_format: str, x: Tensor, w: Tensor, dy: Tensor,
+        rounds_to_nearest: bool = True,
+    ) -> dict[Gemm, Tensor]:  # fmt: skip
         """See `NativeLayers`."""
         layer, x = linear_of(w), x.cuda().requires_grad_()
-        y = forward_backward(layer, recipe, number_format, x, dy.cuda(), rounds_to_nearest=True)
+        y = forward_backward(layer, recipe, number_format, x, dy.cuda(), rounds_to_nearest=rounds_to_nearest)
         results = {Gemm.FPROP: y, Gemm.DGRAD: x.grad, Gemm.WGRAD: layer.weight.grad}
         return {gemm: result.detach().cpu() for gemm, result in results.items()}
 

@@ -136,6 +136,7 @@ def check(parsed: ParsedArgs, problems: list[str]) -> ValidatedRun:
     if config.precision.deterministic_mode:
         enable_determinism()
     target = capability.TARGETS[parsed.target] if parsed.target else capability.detect_target()
+    target = dataclasses.replace(target, memory_gib=parsed.gpu_memory_gib, peak_tflops=parsed.gpu_peak_tflops)
     requested = config
     config, choices = choose(requested, target, ranks, saved_config, parsed.given)
     parsed = dataclasses.replace(parsed, config=config, num_epochs=None)
@@ -164,6 +165,11 @@ def check(parsed: ParsedArgs, problems: list[str]) -> ValidatedRun:
         )
     else:
         warnings += (f"on this machine: {problem}" for problem in local_problems)
+    if (parsed.gpu_memory_gib or parsed.gpu_peak_tflops) and parsed.target in (None, "cpu"):
+        found.append(
+            "--gpu-memory-gib and --gpu-peak-tflops describe a GPU like that of --target: add --target with the most "
+            "similar GPU, or remove them"
+        )
     found = problems + drop_follow_ups(parsed, found, problems)
     if config.overrides and target.problem is None:
         # Imported only here: megatron-core takes seconds to import, which other errors should not wait for.

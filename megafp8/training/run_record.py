@@ -20,6 +20,7 @@ from megafp8.config.optimizers import updates_matrices
 from megafp8.config.precision_map import OUTPUT_LAYER
 from megafp8.config.schema import PrecisionConfig, RunConfig
 from megafp8.config.stages import virtual_pipeline_size
+from megafp8.device.cuda_libraries import cuda_library_versions
 from megafp8.device.gpus import find_peak
 from megafp8.device.platform import THREAD_VARIABLES, cores_per_rank
 from megafp8.metrics.records import RunRecord
@@ -192,5 +193,6 @@ def run_record(run: Run, resumed_from_step: Optional[int]) -> RunRecord:
         flops_per_token=model_flops_per_token(run),
         fresh_tokens=fresh_tokens(run),
         versions=dict(library_versions()),
+        cuda_versions=cuda_library_versions(),
         resumed_from_step=resumed_from_step,
     )

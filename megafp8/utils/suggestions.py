@@ -51,16 +51,21 @@ class NameType:
         names: the known names, which shells complete.
         kind: of the names, in the plural.
         otherwise: what to do for one that is not known.
+        spelling: makes a known name of what else people write for it.
+        similarity, count: of the names to suggest.
     """
 
     names: tuple[str, ...]
     kind: str
     otherwise: str = ""
+    spelling: Callable[[str], str] = str
+    similarity: float = SIMILARITY
+    count: int = 1
 
     def __call__(self, text: str) -> str:
-        if (name := same_name(text, self.names)) is None:
-            near = did_you_mean(text, self.names)
-            otherwise = f"; {self.otherwise}" if self.otherwise and not near else ""
+        if (name := same_name(self.spelling(text), self.names)) is None:
+            near = did_you_mean(text, self.names, self.count, self.similarity)
+            otherwise = f"; {self.otherwise}" if self.otherwise else ""
             raise argparse.ArgumentTypeError(f"{text}{near} (known {self.kind}: {', '.join(self.names)}){otherwise}")
         return name
 

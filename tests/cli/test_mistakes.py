@@ -62,11 +62,13 @@ FLAGS = {
     f"{PLAN.replace('gpt2-124m', 'mixtral-8x7b')} --world-size 16 --expert-model-parallel-size 16": (
         64, "use --expert-model-parallel-size 8"
     ),
-    f"{PLAN} --target rtx4090": (
-        64, "rtx4090 (known machines: cpu, h100, h200, b200); for another, use --dry-run on it without --target"
+    f"{PLAN} --target rtx4080": (64, "rtx4080; did you mean rtx4090 or rtx5090? (known machines: cpu, a100,"),
+    f"{PLAN} --gpu-memory-gib 48": (64, "add --target with the most similar GPU, or remove them"),
+    "plan --gpus 8 --gpu mi300x": (
+        64, "gb10); for one like these: --gpu-memory-gib, --gpu-peak-tflops"
     ),
-    "plan --gpus 8 --gpu a100": (64, "(known GPUs: h100, h200, b200); for another, run megafp8 pretrain --dry-run"),
-    "plan --gpus 8 --gpu H10": (64, "did you mean h100? (known GPUs: h100, h200, b200)"),
+    "plan --gpus 8 --gpu H10": (64, "did you mean h100? (known GPUs: a100,"),
+    "plan --gpus 8 --gpu l40s --gpu-memory-gib 0": (64, "--gpu-memory-gib 0: must be above 0"),
     "run-comparison --recipes bf16,tensorwize": (64, "recipe tensorwize: unknown; did you mean tensorwise?"),
     "stability --output-dir out --recipes tensorwize": (64, "--recipes tensorwize: unknown; did you mean tensorwise?"),
     f"{RUN} --strict": (64, "--strict has no effect without --dry-run"),

@@ -219,7 +219,7 @@ def test_an_indivisible_batch_names_the_next_divisible_one(capsys) -> None:
 @pytest.mark.parametrize(
     ("recipe", "target", "part"),
     [
-        ("mxfp8", "h100", "supported natively: tensorwise, delayed, blockwise"),
+        ("mxfp8", "h100", "supported natively: --fp8-recipe tensorwise, delayed, blockwise"),
         ("delayed", "cpu", "no recipe is supported natively"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import partial
 from typing import Optional
 
@@ -225,7 +226,8 @@ def wheels_torch_was_built_with(machine: Machine) -> Iterator[DoctorResult]:
             "pip install " + " ".join(f"{name}=={version}" for name, version in differing.items()),
         )  # fmt: skip
         return
-    versions_text = "".join(f", {name} {version}" for name, version in machine.library_versions.items())
+    loaded = {name: version for name, version in machine.library_versions.items() if version is not None}
+    versions_text = "".join(f", {name} {version}" for name, version in loaded.items())
     yield ok(f"all packages are for CUDA {machine.cuda_major}{versions_text}")
 
 
@@ -273,6 +275,20 @@ def tested_set(machine: Machine) -> Iterator[DoctorResult]:
         yield warning(f"differs from {expected.name}: {', '.join(differences)}", fix)
     else:
         yield ok(expected.name)
+
+
+def support(machine: Machine) -> Iterator[DoctorResult]:
+    """The support of the installed versions does not end soon."""
+    if machine.today is None:
+        return
+    today = date.fromisoformat(machine.today)
+    ending = versions.ending_support({**machine.packages, versions.PYTHON: dotted(machine.python)}, today)
+    for each in ending:
+        assert each.ends is not None
+        verb = "ended" if each.ends < today else "ends"
+        yield warning(f"{each.package} {each.version}: support {verb} on {each.ends}: {each.reason}", each.fix)
+    if not ending:
+        yield ok("of no installed version does it end soon")
 
 
 # ---- GPUs ---------------------------------------------------------------------------------------------------------
@@ -416,7 +432,7 @@ def disk(machine: Machine) -> Iterator[DoctorResult]:
 CHECKS: dict[str, Callable[[Machine], Iterator[DoctorResult]]] = {
     "Python": python, "torch": torch, "megatron-core": megatron_core, "libraries": libraries, "GPU": driver,
     "Transformer Engine": transformer_engine, "CUDA libraries": cuda_libraries, "cuDNN": cudnn, "Triton": triton,
-    "Apex": apex, "GPU links": links, "tested set": tested_set, "environment": switches,
+    "Apex": apex, "GPU links": links, "tested set": tested_set, "support": support, "environment": switches,
     "shared memory": shared_memory, "open files": open_files, "disk": disk,
 }  # fmt: skip
 

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import IO, Any, Optional
 
@@ -59,8 +60,9 @@ class Machine:
         found_cudnn: folder of the unversioned libcudnn.so that Transformer Engine finds first, and where this comes
             from.
         loaded: folders of each CUDA library that is loaded after all imports, by the library's name.
-        library_versions: versions of the loaded CUDA libraries, by the library's name.
+        library_versions: of the loaded CUDA libraries and the driver, by name (`device/cuda_libraries.py`).
         torch_wheels: the versions of NVIDIA's wheels that torch requires, by package.
+        today: the date, as 2026-11-30.
         links: kinds of connections between the GPUs according to `nvidia-smi topo`, such as NV18, PIX or SYS.
     """
 
@@ -80,10 +82,11 @@ class Machine:
     driver_gpus: tuple[str, ...] = ()
     gpus: tuple[InstalledGpu, ...] = ()
     links: tuple[str, ...] = ()
+    today: Optional[str] = None
     wheel_cudnn: Optional[str] = None
     found_cudnn: Optional[tuple[str, str]] = None
     loaded: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    library_versions: Mapping[str, str] = field(default_factory=dict)
+    library_versions: Mapping[str, Optional[str]] = field(default_factory=dict)
     torch_wheels: Mapping[str, str] = field(default_factory=dict)
     compiler: Optional[str] = None
     has_python_headers: bool = False
@@ -140,6 +143,7 @@ def find_machine(folder: str) -> Machine:
     return Machine(
         python=sys.version_info[:3],
         packages=packages,
+        today=date.today().isoformat(),
         has_te_torch_part="transformer-engine" in packages and has_te_torch_extension(),
         has_other_apex="apex" in packages and not has_nvidias_apex(),
         driver=driver,

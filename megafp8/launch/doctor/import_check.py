@@ -1,18 +1,20 @@
 """Import check of libraries that may be broken, run by its path in a separate process; prints one JSON object a line.
 
 This way a library that ends the process, or whose import never returns, becomes a result. Imports only the standard
-library itself.
+library and `device/cuda_libraries.py`, which does as well.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import importlib
 import json
 import re
 import sys
+from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[3]))  # of a checkout that is not installed
+from megafp8.device.cuda_libraries import cuda_library_versions  # noqa: E402
 
 
 def report(**facts: Any) -> None:
@@ -39,7 +41,7 @@ def torch_facts() -> dict[str, Any]:
     if torch.version.cuda is None:
         return facts
     facts["cudnn_version"] = torch.backends.cudnn.version()
-    facts["library_versions"] = library_versions(int(torch.version.cuda.split(".")[0]))
+    facts["library_versions"] = cuda_library_versions()
     if not torch.cuda.is_available():
         try:
             torch.cuda.init()
@@ -51,18 +53,6 @@ def torch_facts() -> dict[str, Any]:
         for gpu in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     ]
     return facts
-
-
-def library_versions(cuda_major: int) -> dict[str, str]:
-    """Versions of the CUDA libraries that torch has loaded. Each library says its own."""
-    torch = sys.modules["torch"]
-    found = {"NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
-    with contextlib.suppress(OSError, AttributeError):
-        get_version = ctypes.CDLL(f"libcublasLt.so.{cuda_major}").cublasLtGetVersion
-        get_version.restype = ctypes.c_size_t
-        number = get_version()  # 130100 for 13.1.0
-        found["cuBLASLt"] = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
-    return found
 
 
 LIBRARIES = {"cuBLASLt": "libcublasLt", "cuDNN": "libcudnn", "NCCL": "libnccl", "NVSHMEM": "libnvshmem_host"}

@@ -1,10 +1,11 @@
-"""The supported versions, the sets of versions that were tested together, and comparison of version numbers."""
+"""The supported versions and their ends, the sets of versions that were tested together, and comparison of numbers."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import date
 from typing import Optional
 
 PYTHON_FROM, PYTHON_BELOW = (3, 11), (3, 14)
@@ -61,6 +62,61 @@ GPU_TESTED_SETS = tuple(
          f"{_ON_GPU}/gpu/test_step_graph.py tests/gpu/test_nccl.py tests/gpu/test_moe.py"),
     )
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SupportedVersion:
+    """A tested version: a row of the table of docs/dev/upstream.md.
+
+    Attributes:
+        package: its name on PyPI, or Python.
+        version: its start, such as `3.11`.
+        tested: day of the last run of a tested set with it.
+        ends: last day of support; None where no end is decided.
+        reason: why it ends then.
+        fix: what to take in its place.
+    """
+
+    package: str
+    version: str
+    tested: date
+    ends: Optional[date] = None
+    reason: str = ""
+    fix: str = ""
+
+
+PYTHON = "Python"
+_CPU_RUN, _OTHER_RUNS, _GPU_RUN = date(2026, 11, 30), date(2026, 11, 26), date(2026, 11, 30)
+SUPPORTED_VERSIONS = (
+    SupportedVersion(PYTHON, "3.11", _CPU_RUN, date(2027, 10, 31), "last security fixes (PEP 664)", "Python 3.13"),
+    SupportedVersion(PYTHON, "3.12", _GPU_RUN, date(2028, 10, 31), "last security fixes (PEP 693)", "Python 3.13"),
+    SupportedVersion(PYTHON, "3.13", _OTHER_RUNS, date(2029, 10, 31), "last security fixes (PEP 719)", "a later one"),
+    SupportedVersion("torch", "2.11", _GPU_RUN),
+    SupportedVersion("torch", "2.13", _CPU_RUN),
+    SupportedVersion(
+        "megatron-core", MEGATRON_CORE, _CPU_RUN, date(2027, 10, 31), "kept for Python 3.11",
+        f"Python 3.12 or newer with megatron-core {NEWER_MEGATRON_CORE}",
+    ),
+    SupportedVersion("megatron-core", NEWER_MEGATRON_CORE, _OTHER_RUNS),
+    SupportedVersion("transformer-engine", "2.20.2", _GPU_RUN),
+)  # fmt: skip
+NOTICE_DAYS = 180
+"""The doctor warns from so many days before an end."""
+
+
+def ending_support(installed: Mapping[str, str], today: date) -> list[SupportedVersion]:
+    """The installed versions whose support has ended or ends within `NOTICE_DAYS`.
+
+    Args:
+        installed: versions by package, with that of Python.
+    """
+    return [
+        each
+        for each in SUPPORTED_VERSIONS
+        if matches_version(installed.get(each.package), each.version)
+        and each.ends is not None
+        and (each.ends - today).days <= NOTICE_DAYS
+    ]
 
 
 def megatron_core_for(python: tuple[int, ...]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterator, Sequence
@@ -33,10 +34,15 @@ ROUNDING = 2.0**-8
 # bits of each product with fast accumulation; a model of it and an H200 gave 6.1e-4 at most. A device that keeps more
 # drops less.
 DROPPED = 7e-4
+# Root mean square of the error of gradients that are rounded stochastically, relative to that of the gradients. Their
+# values are random, so that they cannot be compared one by one; zero gradients have 1, and saturated ones more. The
+# emulation has 0.17.
+LARGEST_STOCHASTIC_ERROR = 0.5
+STOCHASTIC = " with stochastic rounding"
 
 
 class NativeLayers(Protocol):
-    """Casts and linears of a device. Gradients are rounded to nearest in all recipes.
+    """Casts and linears of a device. Gradients are rounded to nearest, but where `linear` is told not to.
 
     `te/native.py` has those of Transformer Engine.
     """
@@ -44,8 +50,15 @@ class NativeLayers(Protocol):
     def cast(self, recipe: str, number_format: str, operand: Operand, tensor: Tensor) -> dict[str, StoredOperand]:
         """Both sides ("row" and "col") of a BF16 tensor [M, K], quantized as an operand; delayed scales are 1."""
 
-    def linear(self, recipe: Optional[str], number_format: str, x: Tensor, w: Tensor, dy: Tensor) -> dict[Gemm, Tensor]:
-        """Output, input gradient and weight gradient of a linear, in BF16 on the CPU; None is BF16."""
+    def linear(
+        self, recipe: Optional[str], number_format: str, x: Tensor, w: Tensor, dy: Tensor,
+        rounds_to_nearest: bool = True,
+    ) -> dict[Gemm, Tensor]:  # fmt: skip
+        """Output, input gradient and weight gradient of a linear, in BF16 on the CPU; None is BF16.
+
+        Args:
+            rounds_to_nearest: False rounds as the recipe does.
+        """
 
     def step_times(
         self, recipes: dict[Optional[str], str], sizes: tuple[int, int, int], rounds: int
@@ -236,23 +249,58 @@ def exact_product(recipe: str, number_format: str, gemm: Gemm, tensors: dict[Ope
     return a @ b, a.abs() @ b.abs()
 
 
+def bound_fraction(result: Tensor, exact: Tensor, magnitude: Tensor) -> float:
+    """The largest difference of a product from the exact one, as a fraction of its bound."""
+    return ((result.double() - exact).abs() / (ROUNDING * exact.abs() + DROPPED * magnitude)).max().item()
+
+
+def stochastic_fraction(result: Tensor, exact: Tensor, _: Tensor) -> float:
+    """The root mean square of a gradient's error, as a fraction of its bound."""
+    error = (result.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
+    return error.item() / LARGEST_STOCHASTIC_ERROR
+
+
+def planted_gradients(
+    recipe: str, number_format: str, gemm: Gemm, tensors: dict[Operand, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Wrong gradients that a device may return without an error: zeros, and those of a grad_output whose every code is
+    the largest of its format."""
+    dy = tensors[Operand.GRAD_OUTPUT]
+    saturated = tensors | {Operand.GRAD_OUTPUT: dy.sign() * dy.abs().max()}
+    product, _ = exact_product(recipe, number_format, gemm, saturated)
+    yield "all-zero", torch.zeros_like(product)
+    yield "saturated", product
+
+
 def compare_linears(native: NativeLayers, recipe: str, number_format: str) -> list[LinearComparison]:
-    """Compare output and both gradients of linears of all sizes with exact products of the same codes."""
-    found = []
-    for sizes in LINEAR_SIZES:
+    """Compare output and both gradients of linears of all sizes with exact products of the same codes.
+
+    A recipe that rounds gradients stochastically is compared a second time with this rounding. Each comparison of a
+    gradient must refuse what `planted_gradients` plants in its place; if it does not, it counts as failed.
+    """
+    found: list[LinearComparison] = []
+    is_stochastic = registry.get(recipe).rules(number_format).is_stochastic
+    for sizes, to_nearest in itertools.product(LINEAR_SIZES, (True, False) if is_stochastic else (True,)):
         x, w, dy = linear_inputs(*sizes)
+        suffix, fraction_of = ("", bound_fraction) if to_nearest else (STOCHASTIC, stochastic_fraction)
         try:
-            results = native.linear(recipe, number_format, x, w, dy)
+            results = native.linear(recipe, number_format, x, w, dy, rounds_to_nearest=to_nearest)
         except Exception as error:  # on a new device that is a result
-            found.append(LinearComparison(recipe, number_format, "all", sizes, math.inf, 0.0, failure_text(error)))
+            text = failure_text(error)
+            found.append(LinearComparison(recipe, number_format, f"all{suffix}", sizes, math.inf, 0.0, text))
             continue
         tensors = {Operand.INPUT: x, Operand.WEIGHT: w, Operand.GRAD_OUTPUT: dy}
         for gemm, result in results.items():
+            if gemm is Gemm.FPROP and not to_nearest:
+                continue
             exact, magnitude = exact_product(recipe, number_format, gemm, tensors)
-            difference = (result.double() - exact).abs()
-            fraction = (difference / (ROUNDING * exact.abs() + DROPPED * magnitude)).max().item()
-            rms = (difference / magnitude).square().mean().sqrt().item()
-            found.append(LinearComparison(recipe, number_format, gemm.value, sizes, fraction, rms))
+            planted = planted_gradients(recipe, number_format, gemm, tensors) if gemm is not Gemm.FPROP else ()
+            accepted = [name for name, tensor in planted if fraction_of(tensor, exact, magnitude) <= 1]
+            failure = f"did not refuse a planted {' and a planted '.join(accepted)} gradient" if accepted else None
+            fraction = math.inf if accepted else fraction_of(result, exact, magnitude)
+            rms = ((result.double() - exact) / magnitude).square().mean().sqrt().item()
+            name = gemm.value + suffix
+            found.append(LinearComparison(recipe, number_format, name, sizes, fraction, rms, failure))
     return found
 
 

@@ -13,6 +13,7 @@ from typing import Optional
 import torch
 
 from megafp8.device import capability, platform
+from megafp8.device.cuda_libraries import cuda_library_versions
 from megafp8.recipes import registry
 from megafp8.training.device_verification import comparisons
 from megafp8.training.device_verification.attention import BACKENDS, AttentionTrial, try_backend
@@ -48,18 +49,17 @@ class Device:
     native_recipes: tuple[str, ...]
 
 
-def find_device(packages: Mapping[str, str], driver: Optional[str]) -> Device:
+def find_device(packages: Mapping[str, str]) -> Device:
     """This machine's GPU, or its CPU.
 
     Args:
         packages: versions of installed packages by name.
-        driver: version of the GPU's driver.
     """
     target = capability.detect_target()
     versions = {"Python": sys.version.split()[0]} | {name: packages[name] for name in PACKAGES if name in packages}
     is_gpu = target.kind == "cuda"
     if is_gpu:
-        found = {"driver": driver, "CUDA": torch.version.cuda, "cuDNN": str(torch.backends.cudnn.version())}
+        found = {"CUDA": torch.version.cuda} | cuda_library_versions()
         versions |= {name: value for name, value in found.items() if value is not None}
     return Device(
         name=torch.cuda.get_device_name() if is_gpu else platform.cpu_name(),

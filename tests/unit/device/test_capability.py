@@ -105,9 +105,8 @@ def test_an_unsupported_recipe_names_the_supported_ones() -> None:
     config = fp8("mxfp8", transformer_impl="transformer_engine")
     found = only_problem(config, H200)
     assert "--fp8-recipe mxfp8: needs compute capability 10.0 and below 12.0, but h200 has 9.0" in found
-    assert (
-        "supported natively: tensorwise, delayed, blockwise; --transformer-impl emulated supports every recipe" in found
-    )
+    native = "supported natively: --fp8-recipe tensorwise, delayed, blockwise"
+    assert f"{native}; --transformer-impl emulated supports every recipe" in found
     found = only_problem(fp8("tensorwise", transformer_impl="transformer_engine"), A100)
     assert "no recipe is supported natively; --transformer-impl emulated" in found
 
@@ -130,7 +129,7 @@ def test_emulation_can_be_disabled(target: Target) -> None:
     found = only_problem(fp8("mxfp8", emulation=False), target)
     assert "--fp8-recipe mxfp8" in found
     assert found.endswith("; remove --no-emulation")
-    assert ("supported natively: tensorwise, delayed, blockwise" in found) == (target is H200)
+    assert ("supported natively: --fp8-recipe tensorwise, delayed, blockwise" in found) == (target is H200)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -175,6 +174,27 @@ def test_newer_forms_of_nvfp4_need_emulated_layers() -> None:
 def test_all_problems_are_reported_together() -> None:
     config = fp8("mxfp8", attention_backend="flash", fp8_param_gather=True, use_transformer_engine_op_fuser=True)
     assert len(capability_problems(config, CPU)) == 3
+
+
+@pytest.mark.parametrize("gpu", ["rtx5090", "rtxpro6000", "gb10"])
+@pytest.mark.parametrize(
+    ("requested", "reason"),
+    [
+        ({"fp8_format": "e4m3", "fp8_recipe": "mxfp8"}, "blocks of 32 in one of the three layouts of training only"),
+        ({"fp4_format": "e2m1", "fp4_recipe": "nvfp4"}, "stochastic rounding gave gradients of zero"),
+    ],
+)
+def test_compute_capability_12_names_what_is_native_there(gpu: str, requested: dict[str, str], reason: str) -> None:
+    """As an error with --no-emulation, and else as a warning; per-tensor and 128-blocks run on Transformer Engine."""
+    native = "supported natively: --fp8-recipe tensorwise, delayed, blockwise"
+    config = RunConfig(precision=PrecisionConfig(**requested))
+    assert capability_problems(config, TARGETS[gpu]) == []
+    (warning,) = capability.emulation_warnings(config, TARGETS[gpu])
+    (problem,) = capability_problems(RunConfig(precision=PrecisionConfig(**requested, emulation=False)), TARGETS[gpu])
+    for text in (warning, problem):
+        assert reason in text and native in text and f"{gpu} has 12." in text
+    for recipe in ("tensorwise", "delayed", "blockwise"):
+        assert capability_problems(fp8(recipe, emulation=False), TARGETS[gpu]) == []
 
 
 def test_every_target_device_has_the_fields_of_the_rules() -> None:

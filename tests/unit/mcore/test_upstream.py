@@ -51,6 +51,22 @@ def test_the_page_lists_the_tested_sets_of_the_doctor() -> None:
     assert rows_after("Tested versions", "set") == expected
 
 
+def test_the_page_lists_the_ends_of_support() -> None:
+    expected = [
+        [each.package, each.version, str(each.tested), str(each.ends or ""), each.reason]
+        for each in versions.SUPPORTED_VERSIONS
+    ]
+    assert rows_after("Ends of support", "package") == expected
+
+
+def test_every_tested_version_is_in_the_table_of_ends() -> None:
+    tested_sets = (*versions.CPU_TESTED_SETS, *versions.GPU_TESTED_SETS)
+    tested = [(versions.PYTHON, versions.dotted(each.python)) for each in tested_sets]
+    for each in tested_sets:
+        tested += [(name, version) for name, version in each.packages.items() if name != "triton"]
+    assert set(tested) == {(each.package, each.version) for each in versions.SUPPORTED_VERSIONS}
+
+
 def runs_here(library: str) -> bool:
     """Whether a reproducer is for the installed version of a library, and needs no GPU."""
     name, _, versions = library.partition(" ")

@@ -37,7 +37,7 @@ def test_given_settings_are_not_searched() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"gpu": "a1000"}, "gpu 'a1000' is not known; known are"),
+        ({"gpu": "a1000"}, "gpu a1000; did you mean a100 or a100-40gb? (known GPUs: a100,"),
         ({"gpus": 0}, "gpus 0: must be at least 1"),
         ({"recipe": "fp5"}, "fp5 (known recipes: bf16"),
         ({"seq_len": 5}, "--seq-length"),

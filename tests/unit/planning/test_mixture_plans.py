@@ -81,7 +81,7 @@ def test_experts_are_divided_over_tensor_parallel_ranks() -> None:
 def test_all_to_all_takes_the_slower_of_nvlink_and_network() -> None:
     run = run_of("qwen3-30b-a3b", {})
     gpu = run.gpu
-    nvlink = gpu.nvlink_bytes_per_s * run.calibration.nvlink_fraction
+    nvlink = gpu.link_bytes_per_s * run.calibration.nvlink_fraction
     starts_s = communication.COLLECTIVE_START_S
     inside = communication.all_to_all_s(run, RankGroup(8, 1), 8e9)
     assert inside == pytest.approx(7e9 / nvlink + starts_s + communication.NVLINK_STEP_S)

@@ -70,14 +70,24 @@ def test_a_prime_number_without_cost_gives_no_warning() -> None:
 )
 def test_recipes_without_a_published_speed_are_not_ranked(recipe, gpu, is_ranked) -> None:
     plan = planned(f"--fp8-recipe {recipe} --tensor-model-parallel-size 1", gpu=gpu, gpus=1)
-    assert [f"{recipe}: not ranked on {gpu}" in warning for warning in plan.warnings] == ([] if is_ranked else [True])
+    assert any(f"{recipe}: not ranked on {gpu}" in warning for warning in plan.warnings) != is_ranked
     assert ("not ranked" in plan_text(plan, 1)) != is_ranked
+
+
+@pytest.mark.parametrize("gpu", ["b200", "gb200", "b300", "gb300"])
+def test_one_scale_per_tensor_is_ranked_before_blocks_on_blackwell(gpu: str) -> None:
+    """As in all published rows of dense models (405B 1.08 to 1.10, 70B 1.14, 8B 1.04); the plan says what blocks are
+    for."""
+    plans = [planned(f"{FEW} --fp8-recipe {recipe}", gpu=gpu, gpus=8) for recipe in ("tensorwise", "mxfp8")]
+    of_tensors, of_blocks = (plan.search.layouts[0].step.tokens_per_s_per_gpu for plan in plans)
+    assert 1.03 < of_tensors / of_blocks < 1.15
+    assert ["blocks are for accuracy" in " ".join(plan.warnings) for plan in plans] == [False, True]
 
 
 def test_recipes_are_not_ranked_where_another_machines_host_decides() -> None:
     shape = "--seq-length 1024 --micro-batch-size 1 --tensor-model-parallel-size 8"
     text = f"--fp8-recipe mxfp8 {shape} --cuda-graph-impl none"
-    (warning,) = planned(text, gpu="b200", gpus=8).warnings
+    *_, warning = planned(text, gpu="b200", gpus=8).warnings
     assert "layers wait for the host" in warning and "not of a b200" in warning
     assert planned(text.replace("mxfp8", "tensorwise"), gpu="h200", gpus=8).warnings == []
 

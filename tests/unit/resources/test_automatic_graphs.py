@@ -11,6 +11,7 @@ from automatic_runs import DELAYED, MIXTURE, MODEL, chosen, validated
 from megafp8.config import flags
 from megafp8.config.layer_backends import EMULATED, TRANSFORMER_ENGINE, LayerBackend
 from megafp8.device import capability
+from megafp8.device.gpus import GPUS
 from megafp8.resources import automatic
 
 TENSORWISE = "--fp8-format hybrid --fp8-recipe tensorwise"
@@ -64,10 +65,10 @@ def test_a_mixture_is_a_graph_where_its_experts_run_in_one_launch_and_memory_is_
     config = validated(mixture).invocation.config
     needed = max(each.total_bytes for each in automatic.estimate_stages(config, 1, 50_304))
     needed += automatic.non_torch_bytes(config, 1)
-    gpu = automatic.find_gpu("h200")
+    gpu = GPUS["h200"]
     assert gpu is not None
     sized = dataclasses.replace(gpu, memory_bytes=int(1.03 * needed / 0.95))
-    monkeypatch.setattr(automatic, "find_gpu", lambda name: sized)
+    monkeypatch.setattr(automatic, "gpu_of", lambda name: sized)
     assert chosen(mixture)["--cuda-graph-impl"] == "none"
 
 
@@ -174,12 +175,12 @@ def test_the_memory_of_a_graph_is_that_of_the_layers_in_use(monkeypatch: pytest.
 
 
 def test_no_graph_where_memory_does_not_suffice_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = automatic.find_gpu("h200")
+    gpu = GPUS["h200"]
     assert gpu is not None
     found = {}
     for gib in (10, 68, 90, 140):
         sized = dataclasses.replace(gpu, memory_bytes=gib * 2**30)
-        monkeypatch.setattr(automatic, "find_gpu", lambda name, sized=sized: sized)
+        monkeypatch.setattr(automatic, "gpu_of", lambda name, sized=sized: sized)
         found[gib] = chosen(f"{DELAYED} --fp8-log-interval 10")["--cuda-graph-impl"]
         if gib == 68:
             (choice,) = (each for each in validated(f"{DELAYED} --fp8-log-interval 10").choices if "graph" in each.flag)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from megafp8.quantization.quantized_tensor import Quantized
 from megafp8.quantization.te_layout import COLUMN, ROW, StoredOperand, stored
 from megafp8.recipes import registry
 from megafp8.recipes.base import OPERANDS_OF, Gemm, Operand
-from megafp8.training.device_verification import attention, steps
+from megafp8.training.device_verification import attention, comparisons, steps
 from megafp8.training.device_verification.attention import AttentionTrial
 from megafp8.training.device_verification.comparisons import (
     TO_NEAREST,
@@ -112,11 +113,18 @@ class StandIn:
             found = {side: each._replace(tensor_scale=None) for side, each in found.items()}
         return found
 
-    def linear(self, recipe: Optional[str], number_format: str, x: Tensor, w: Tensor, dy: Tensor) -> dict[Gemm, Tensor]:
+    def linear(
+        self, recipe: Optional[str], number_format: str, x: Tensor, w: Tensor, dy: Tensor,
+        rounds_to_nearest: bool = True,
+    ) -> dict[Gemm, Tensor]:  # fmt: skip
         assert recipe is not None
         if self.fault == f"no linear of {recipe}":
             raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
-        plan = plan_of(registry.get(recipe).rules(number_format, TO_NEAREST))
+        plan = plan_of(registry.get(recipe).rules(number_format, TO_NEAREST if rounds_to_nearest else None))
+        if not rounds_to_nearest:
+            plan = dataclasses.replace(plan, noise=nvfp4.RoundingNoise("a device"))
+        if self.fault == "saturated gradient":
+            dy = dy.sign() * dy.abs().max()  # every code is the largest of its format
         tensors = {Operand.INPUT: x, Operand.WEIGHT: w, Operand.GRAD_OUTPUT: dy}
         results = {}
         for gemm, operands in OPERANDS_OF:
@@ -125,6 +133,8 @@ class StandIn:
             results[gemm] = product.bfloat16()
         if self.fault == "sum":
             results[Gemm.DGRAD][3, 3] += 8 * results[Gemm.DGRAD].abs().max()
+        if self.fault == "zero gradient" or (self.fault == "stochastic rounding to zero" and not rounds_to_nearest):
+            results |= {gemm: torch.zeros_like(results[gemm]) for gemm in (Gemm.DGRAD, Gemm.WGRAD)}
         if self.fault == "nan":
             results[Gemm.WGRAD][0, 0] = float("nan")
         return results
@@ -140,8 +150,6 @@ class StandIn:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few sizes; each recipe has incomplete blocks of 128 among them."""
-    from megafp8.training.device_verification import comparisons
-
     monkeypatch.setattr(comparisons, "CAST_SHAPES", ((160, 544),))
     monkeypatch.setattr(comparisons, "LINEAR_SIZES", ((64, 256, 96),))
 
@@ -204,10 +212,36 @@ def test_a_missing_tensor_scale_is_a_difference(small: None) -> None:
 def test_linears_stay_within_their_bound(recipe: str, small: None) -> None:
     number_format = registry.get(recipe).default_format
     right = compare_linears(StandIn(), recipe, number_format)
-    assert [each.gemm for each in right] == ["fprop", "dgrad", "wgrad"]
+    stochastic = [f"{gemm} with stochastic rounding" for gemm in ("dgrad", "wgrad")] if recipe == "nvfp4" else []
+    assert [each.gemm for each in right] == ["fprop", "dgrad", "wgrad", *stochastic]
     assert all(0.1 < each.bound_fraction < 1 for each in right)  # by rounding to BF16
     wrong = {each.gemm: each for each in compare_linears(StandIn("sum"), recipe, number_format)}
     assert wrong["dgrad"].bound_fraction > 10 and wrong["fprop"].bound_fraction < 1
+
+
+@pytest.mark.parametrize("recipe", NATIVE)
+@pytest.mark.parametrize("fault", ["zero gradient", "saturated gradient"])
+def test_gradients_that_are_zero_or_saturated_are_refused(recipe: str, fault: str, small: None) -> None:
+    found = run(StandIn(fault), ("linears",), (recipe,))
+    refused = {each.gemm for each in found.linears if not each.bound_fraction <= 1}
+    assert refused == {each.gemm for each in found.linears} - {"fprop"}
+    assert len(found.problems) == len(te_formats(recipe)) * len(refused)
+
+
+def test_zero_gradients_of_stochastic_rounding_alone_are_refused(small: None) -> None:
+    """As Transformer Engine did on compute capability 12.0: rounding to nearest, as of the casts, is right."""
+    found = run(StandIn("stochastic rounding to zero"), ("casts", "linears"), ("nvfp4",))
+    assert found.problems == [
+        f"nvfp4 e2m1: {gemm} with stochastic rounding of 64 x 256 x 96 differs by 2.00 times its bound"
+        for gemm in ("dgrad", "wgrad")
+    ]
+
+
+def test_a_comparison_that_accepts_planted_gradients_fails(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparisons, "DROPPED", 1.0)
+    found = run(StandIn(), ("linears",), ("mxfp8",))
+    assert "mxfp8 e4m3: dgrad of 64 x 256 x 96 failed: did not refuse a planted all-zero gradient" in found.problems
+    assert report_data(found)["ok"] is False
 
 
 CPU = Device(name="a CPU", kind="cpu", versions={"torch": "2"}, native_recipes=NATIVE)
@@ -248,9 +282,12 @@ def test_report_of_a_device_that_differs(fault: str, part: str, message: str, sm
 def test_what_fails_is_reported_and_the_others_are_compared(recipe: str, small: None) -> None:
     other = next(name for name in NATIVE if name != recipe)
     formats = len(te_formats(recipe))
-    for fault, part in ((f"no cast of {recipe}", "casts"), (f"no linear of {recipe}", "linears")):
+    linears = formats * (1 + (recipe == "nvfp4"))  # once more with stochastic rounding
+    for fault, part, count in (
+        (f"no cast of {recipe}", "casts", formats), (f"no linear of {recipe}", "linears", linears),
+    ):  # fmt: skip
         found = run(StandIn(fault), (part,), (recipe, other))
-        assert len(found.problems) == formats and all(line.startswith(recipe) for line in found.problems)
+        assert len(found.problems) == count and all(line.startswith(recipe) for line in found.problems)
         assert "failed: RuntimeError: " in found.problems[0] and "and more" not in found.problems[0]
         assert {each.recipe for each in getattr(found, part)} == {recipe, other}
         assert found.problems[0] in report_text(found)

@@ -56,6 +56,21 @@ def failing(machine: Machine, **errors: str) -> dict:
     return dict(machine.import_errors) | {name.replace("__", "."): text for name, text in errors.items()}
 
 
+@pytest.mark.parametrize(
+    ("machine", "today", "ending"),
+    [
+        (CPU, "2027-05-03", []),  # 181 days before
+        (CPU, "2027-05-04", ["Python 3.11", "megatron-core 0.16.1"]),
+        (H200, "2027-05-04", ["megatron-core 0.16.1"]),
+        (CPU, "2030-01-01", ["Python 3.11", "megatron-core 0.16.1"]),
+    ],
+)
+def test_ends_of_support_are_announced(machine: Machine, today: str, ending: list[str]) -> None:
+    found = [each for each in run_checks(change(machine, today=today)) if each.check == "support"]
+    assert [each.text.split(":")[0] for each in found if each.level == WARNING] == ending
+    assert len(found) == max(1, len(ending)) and (ending or found[0].level == OK)
+
+
 @pytest.mark.parametrize("machine", [CPU, H200], ids=["CPU", "H200"])
 def test_a_correct_machine_has_no_findings(machine: Machine) -> None:
     results = run_checks(machine)
@@ -132,10 +147,17 @@ CASES = {
         {"packages": without(CPU, apex="0.9.10.dev0"), "has_other_apex": True}, WARNING, "Apex",
         "0.9.10.dev0 is not NVIDIA's: the package apex on PyPI is a toolkit for Pyramid", "pip uninstall apex",
     ),
+    "a Python whose support ends": (
+        {"today": "2027-10-31", "packages": without(CPU) | {"megatron-core": "0.19.2"}}, WARNING, "support",
+        "Python 3.11: support ends on 2027-10-31: last security fixes", "Python 3.13",
+    ),
     "no writing": ({"disk_error": "Read-only file system"}, ERROR, "disk", "Read-only file system", "--folder"),
 }  # fmt: skip
 
 GPU_CASES = {
+    "a megatron-core whose support has ended": (
+        {"today": "2027-11-01"}, WARNING, "support", "megatron-core 0.16.1: support ended on 2027-10-31", "Python 3.12",
+    ),
     "another cuDNN than the tested one": (
         {"cudnn_version": 91201}, WARNING, "tested set", "differs from H200, CUDA 13.0: cuDNN 9.12.1 (tested 9.19)",
         "-c constraints-gpu.txt",
