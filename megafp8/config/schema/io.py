@@ -315,6 +315,16 @@ class LoggingConfig:
     logging_level: Optional[int] = setting(
         None, "level of Python's logging module, for example 20 (INFO)", range=NOT_NEGATIVE
     )
+    memory_snapshot_path: Optional[str] = setting(
+        None, "file for torch's snapshots of GPU memory, with the rank added to its name: when memory is lacking, and "
+        "after the step in which a rank gets SIGUSR2",
+        path=True, unset="snapshot.pickle with --record-memory-history", metavar="FILE",
+        megatron="of the last rank only; also at --log-interval",
+    )
+    record_memory_history: bool = setting(
+        False, "record where GPU memory is allocated, in snapshots and for the memory of each layer",
+        megatron="of the last rank only",
+    )
     profile: bool = setting(False, "profile some steps with torch.profiler")
     profile_step_start: int = setting(10, "first profiled step", range=NOT_NEGATIVE, unit="step")
     profile_step_end: int = setting(12, "step at which profiling ends (not profiled)", range=NOT_NEGATIVE, unit="step")
