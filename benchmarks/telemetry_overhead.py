@@ -43,6 +43,7 @@ from megafp8.training.setup import build_training_run
 
 BAR, INTERVAL, WARMUP = 0.02, 100, 5  # on a GPU, steps of both kinds are graphs after four of each
 SINK_BAR, STEP_MS, PAUSE_S = 0.002, 100.0, 0.002
+HOST = "127.0.0.1"
 READER = "import time, urllib.request\nwhile True:\n    urllib.request.urlopen('{}').read()\n    time.sleep(0.1)"
 PLAIN, STATISTICS, NEXT = "plain", "statistics", "the next"
 RECIPES = {
@@ -107,7 +108,7 @@ def measure_sinks(num_steps: int, folder: Path) -> list[list[Any]]:
     )
     rows = []
     with build_sinks(logging, run_folder=str(folder / "run"), total_steps=num_steps, stream=sys.stderr) as sinks:
-        reader = subprocess.Popen([sys.executable, "-c", READER.format(f"http://127.0.0.1:{port}/metrics")])
+        reader = subprocess.Popen([sys.executable, "-c", READER.format(f"http://{HOST}:{port}/metrics")])
         for sink in sinks._sinks:
             mine, others = 0.0, time.process_time() - time.thread_time()
             for step in range(1, num_steps + 1):

@@ -23,6 +23,8 @@ from megafp8.checkpoint.directory import complete_steps
 from megafp8.resilience.run_state import RUN_STATE_FILE, current_state
 from megafp8.utils.process import STOPPED_STATE, read_proc_stat
 
+HOST = "127.0.0.1"
+
 
 @pytest.fixture
 def log_folder() -> Iterator[Path]:
@@ -88,9 +90,9 @@ def test_trackers_that_die_do_not_stop_a_run(tmp_path: Path, cache: Path, log_fo
     pytest.importorskip("mlflow"), pytest.importorskip("prometheus_client")
     folder, port = tmp_path / "run", free_port()
     flags = f"--data-cache-path {cache} --save {folder} --metrics-port {port} --mlflow-experiment faults "
-    with started(f"{flags} --mlflow-tracking-uri http://127.0.0.1:9", "stop:step=9,at=step.begin", log_folder) as run:
+    with started(f"{flags} --mlflow-tracking-uri http://{HOST}:9", "stop:step=9,at=step.begin", log_folder) as run:
         with stopped(run):
-            socket.create_connection(("127.0.0.1", port)).close()
+            socket.create_connection((HOST, port)).close()
             (sender,) = [pid for pid in members(run.processes[0].pid) if b"mlflow_sender" in command_of(pid)]
             os.kill(sender, signal.SIGKILL)
         ended = run.wait(600)

@@ -24,7 +24,7 @@ from megafp8.metrics.records import EventRecord
 from megafp8.metrics.sinks import JsonlSink, Sinks, build_sinks, mlflow_sender, read_records, trackers
 from megafp8.metrics.sinks.mlflow_sender import MOST_METRICS, Destination, MlflowSender
 
-STEPS = 6
+STEPS, HOST = 6, "127.0.0.1"
 
 
 class Metric(NamedTuple):
@@ -232,7 +232,7 @@ def test_a_store_without_a_server_has_all_records_of_a_killed_process_and_a_resu
 @contextmanager
 def mlflow_server(folder: Path, port: int) -> Iterator[None]:
     """MLflow's own server, which is killed at the end."""
-    command = ["server", "--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--host", "127.0.0.1"]
+    command = ["server", "--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--host", HOST]
     log = (folder / "server.log").open("ab")
     process = subprocess.Popen(
         [sys.executable, "-m", "mlflow", *command, "--port", str(port), "--workers", "1"],
@@ -243,7 +243,7 @@ def mlflow_server(folder: Path, port: int) -> Iterator[None]:
         if process.poll() is not None:
             pytest.skip(f"mlflow server does not start here: {(folder / 'server.log').read_text()[-300:]}")
         try:
-            return urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).status == 200
+            return urllib.request.urlopen(f"http://{HOST}:{port}/health", timeout=5).status == 200
         except OSError:
             return False
 
@@ -264,9 +264,9 @@ def test_a_server_killed_in_the_middle_gets_everything_when_it_is_back(
         pytest.importorskip(name)
     monkeypatch.setattr(trackers, "MLFLOW_CLOSE_S", 120.0)
     with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+        free.bind((HOST, 0))
         port = free.getsockname()[1]
-    uri, folder = f"http://127.0.0.1:{port}", tmp_path / "run"
+    uri, folder = f"http://{HOST}:{port}", tmp_path / "run"
     client = mlflow_client(uri)
     with opened(folder, uri) as sinks:
         with mlflow_server(tmp_path, port):

@@ -17,6 +17,8 @@ from megafp8.errors import CapabilityError
 from megafp8.metrics.records import EventRecord
 from megafp8.metrics.sinks import build_sinks, read_records
 
+HOST = "127.0.0.1"
+
 
 @pytest.fixture
 def port() -> Iterator[int]:
@@ -31,7 +33,7 @@ def metrics(port: int) -> dict[str, float]:
     """The samples of the endpoint by name and labels."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{HOST}:{port}/metrics", timeout=10) as answer:
         families = text_string_to_metric_families(answer.read().decode())
     return {
         f"{sample.name}{''.join(f' {value}' for value in sample.labels.values())}": sample.value
@@ -74,7 +76,7 @@ def test_a_port_in_use_is_an_error_with_the_flag_before_anything_is_written(port
 def test_a_reader_that_is_gone_and_a_dead_server_stop_nothing(port: int, tmp_path: Path, make_run, make_step) -> None:
     with build_sinks(LoggingConfig(metrics_port=port), run_folder=str(tmp_path), total_steps=9) as sinks:
         sinks.write(make_run())
-        with socket.create_connection(("127.0.0.1", port)) as reader:
+        with socket.create_connection((HOST, port)) as reader:
             reader.sendall(b"GET /metrics HTTP/1.1\r\n")  # and no end of the request
             sinks.write(make_step(1))
         assert metrics(port)["megafp8_step"] == 1
