@@ -97,6 +97,7 @@ setup(
             "pandas",  # of megafp8.read_records
             "torchao",
             "playwright",
+            "prometheus-client",  # mlflow is not here: it excludes the importlib_metadata of constraints.txt
         ],
     },
 )

@@ -45,7 +45,7 @@ GROUPS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "speed": ("kernels, fusions and CUDA graphs", "performance.md"),
         "checkpoint": ("saving and loading", "checkpoints.md"),
         "reliability": ("timeouts, signals, bad numbers, spikes", "reliability.md"),
-        "logging": ("console, TensorBoard, statistics, profiles", "telemetry.md"),
+        "logging": ("console, TensorBoard, statistics, profiles", "observability.md"),
         GENERAL: ("configuration files, dry runs and help", ""),
     }
 )

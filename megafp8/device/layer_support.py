@@ -28,12 +28,17 @@ from megafp8.recipes.base import Gemm, Operand, Recipe
 
 def package_problems(logging: LoggingConfig) -> list[str]:
     """Requested packages that are not installed on this machine."""
-    if logging.wandb_project and importlib.util.find_spec("wandb") is None:
-        return [
-            f"--wandb-project {logging.wandb_project}: the package wandb is not installed; pip install wandb, or "
-            "remove the flag (records.jsonl and TensorBoard have the same values)"
-        ]
-    return []
+    requested = (
+        ("--wandb-project", logging.wandb_project, "wandb", "wandb"),
+        ("--mlflow-experiment", logging.mlflow_experiment, "mlflow", "mlflow"),
+        ("--metrics-port", logging.metrics_port, "prometheus_client", "prometheus-client"),
+    )
+    return [
+        f"{flag} {value}: the package {package} is not installed; pip install {package}, or remove the flag "
+        "(records.jsonl and TensorBoard have the same values)"
+        for flag, value, module, package in requested
+        if value and importlib.util.find_spec(module) is None
+    ]
 
 
 def offloading_problems(config: RunConfig) -> list[str]:

@@ -15,16 +15,16 @@ from megafp8.config.rules import cuda_graph
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import settings_by_name, with_values
 from megafp8.planning.compute import cast_s, gemm_s, grad_output_rows
-from megafp8.planning.layouts import MICRO, recomputations
 from megafp8.planning.mixture_time import expert_warnings
 from megafp8.planning.planned_run import PlannedRun, layer_gemms, layer_linears
 from megafp8.planning.step_time import step_time
 from megafp8.resources import micro_batch
-from megafp8.resources.automatic import BF16_MOMENTS, MAX_BETA2_IN_BF16, Values
+from megafp8.resources.automatic import Values
 from megafp8.resources.memory import estimate_stages
 from megafp8.resources.micro_batch import gib
 from megafp8.resources.mixture_memory import FREE_MEMORY_FRACTION, non_torch_bytes
 from megafp8.resources.recipe_shares import BF16
+from megafp8.resources.savings import MICRO, low_moments, recomputations
 
 # ---- Predicted speedup of FP8 over BF16: per linear, including its casts, and for the complete step -----------------
 # The times are the planner's (`compute`, `step_time`). A linear quantizes its input and its grad_output once per
@@ -162,8 +162,6 @@ def suggestions(run: PlannedRun) -> Iterator[Values]:
     smaller = [each for each in micro_batch.possible_sizes(config, run.world_size) if each < size]
     sizes: list[Values] = [{}, *({MICRO: each} for each in reversed(smaller))]
     recomputed: Sequence[Values] = [{}] if is_recomputed else recomputations(config)
-    second = "bf16" if config.optimizer.adam_beta2 <= MAX_BETA2_IN_BF16 else "fp16"  # FP16 has a scale, and more bits
-    low: Values = {**BF16_MOMENTS, "optimizer.exp_avg_sq_dtype": second}
-    moments: list[Values] = [{}] if config.optimizer.use_precision_aware_optimizer else [{}, low]
+    moments: list[Values] = [{}] if config.optimizer.use_precision_aware_optimizer else [{}, low_moments(config)]
     for with_moments, with_recomputation, with_size in itertools.product(moments, recomputed, sizes):
         yield {**with_size, **with_recomputation, **with_moments}

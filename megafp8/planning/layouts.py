@@ -18,6 +18,7 @@ from megafp8.planning.step_time import StepTime, step_time
 from megafp8.resources.automatic import with_choices
 from megafp8.resources.memory import MemoryEstimate, cuda_graph_memory_bytes, estimate_stages
 from megafp8.resources.mixture_memory import FREE_MEMORY_FRACTION, non_torch_bytes
+from megafp8.resources.savings import GRANULARITY, MICRO, SEQUENCE, TENSOR, recomputations
 
 # ---- The ways to split the layers of a model over pipeline stages that the layout search tries ----------------------
 # Stages have as many layers where these divide. Otherwise the first and the last stage have fewer, which also balances
@@ -91,11 +92,7 @@ def divisors(number: int) -> list[int]:
 
 # ----------------------------------------------------------------------------------------------------------------------
 
-TENSOR, PIPELINE = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
-CONTEXT, SEQUENCE = "parallel.context_parallel_size", "parallel.sequence_parallel"
-MICRO = "training.micro_batch_size"
-GRANULARITY, METHOD = "training.recompute_granularity", "training.recompute_method"
-NUM_LAYERS, MODULES = "training.recompute_num_layers", "training.recompute_modules"
+PIPELINE, CONTEXT = "parallel.pipeline_model_parallel_size", "parallel.context_parallel_size"
 EXPERT, EXPERT_TENSOR = "parallel.expert_model_parallel_size", "parallel.expert_tensor_parallel_size"
 MAX_EXPERT_PARALLEL = 64
 MAX_MICRO_BATCH_SIZE, MAX_MICRO_BATCH_TOKENS = 32, 2**16
@@ -258,16 +255,6 @@ def candidates(config: RunConfig, gpu: Gpu, world_size: int, given: Collection[s
             sizes_chosen = {TENSOR: tensor, CONTEXT: context, PIPELINE: pipeline, MICRO: micro}
             sequence = {} if SEQUENCE in given else {SEQUENCE: tensor > 1}
             yield with_values(config, {**sizes_chosen, **split, **recompute, **expert, **sequence})
-
-
-def recomputations(config: RunConfig) -> tuple[dict[str, Any], ...]:
-    """Settings of recomputation to try: none, the MLPs or experts, and complete layers."""
-    module = "moe" if mixture.is_mixture(config.model) else "mlp"
-    return (
-        {},
-        {GRANULARITY: "selective", MODULES: (module,)},
-        {GRANULARITY: "full", METHOD: "uniform", NUM_LAYERS: 1},
-    )
 
 
 def expert_layouts(config: RunConfig, tensor: int, num_ranks: int, given: Collection[str]) -> list[dict[str, Any]]:

@@ -17,12 +17,13 @@ from megafp8.config.settings import settings_by_name, value_of, with_values
 from megafp8.device.gpus import Gpu
 from megafp8.errors import ConfigError
 from megafp8.planning import layouts
-from megafp8.planning.layouts import CONTEXT, MICRO, PIPELINE, TENSOR, LayoutSearch, PlannedLayout
+from megafp8.planning.layouts import CONTEXT, PIPELINE, LayoutSearch, PlannedLayout
 from megafp8.planning.mixture_time import expert_warnings
 from megafp8.planning.planned_run import attention_lines, documents_of
 from megafp8.planning.step_time import StepTime
 from megafp8.recipes import registry
 from megafp8.resources.micro_batch import is_auto
+from megafp8.resources.savings import MICRO, TENSOR
 from megafp8.utils.integers import round_up
 
 # ---- Warnings on a plan: nearby numbers of GPUs that are much faster, and recipes that the plan cannot rank ---------

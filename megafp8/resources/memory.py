@@ -453,6 +453,14 @@ def layer_activations(config: RunConfig, *, implementation: LayerBackend = TRANS
     )
 
 
+def saved_layer_bytes(config: RunConfig, *, implementation: LayerBackend = TRANSFORMER_ENGINE) -> int:
+    """Bytes that one layer keeps of a microbatch until its backward pass, with the recomputation of the run."""
+    layer = layer_activations(config, implementation=implementation)
+    if derived.recompute_granularity(config.training) == "full":
+        return layer.layer_input
+    return layer.after_selective_recompute(derived.recompute_modules(config.training))
+
+
 def layers_in_flight(config: RunConfig, world_size: int, stage: int) -> float:
     """Layers x microbatches whose activations a stage holds at its peak.
 
@@ -482,7 +490,7 @@ def _activation_bytes(config: RunConfig, world_size: int, stage: int, implementa
     if not num_layers:
         return 0
     if derived.recompute_granularity(config.training) != "full":
-        stored = layer.after_selective_recompute(derived.recompute_modules(config.training))
+        stored = saved_layer_bytes(config, implementation=implementation)
         # While a module is recomputed, the activations that it had dropped exist once.
         return int(in_flight * stored + (layer.total - stored) + embedding)
     num_recomputed = config.training.recompute_num_layers
@@ -511,8 +519,13 @@ def _logit_bytes(config: RunConfig, padded_vocab: int) -> int:
     # keep the inputs of two norms, and that of the projection, of twice the size.
     depths = multi_token.num_depths(config.model)
     depth_bytes = depths * 4 * act_bytes * _residual_elements(config)
-    each = hidden_bytes + _tokens(config) * padded_vocab // tp * logit_bytes
+    each = hidden_bytes + logit_elements(config, padded_vocab) * logit_bytes
     return (1 + depths) * each + depth_bytes + weight_bytes
+
+
+def logit_elements(config: RunConfig, padded_vocab: int) -> int:
+    """Elements of the logits of one microbatch on one rank of the last stage."""
+    return _tokens(config) * padded_vocab // config.parallel.tensor_model_parallel_size
 
 
 def has_fused_loss(precision: PrecisionConfig) -> bool:

@@ -1,16 +1,19 @@
-"""Lack of memory in a run: the check of its limits, and the flags that need less."""
+"""Lack of memory in a run: the check of its limits, what has the memory, and the flags that need less."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Optional
 
 from megafp8.config import derived
 from megafp8.config.schema import RunConfig
 from megafp8.errors import OutOfMemory
+from megafp8.resources.savings import Saving
+from megafp8.training.memory_report import MemoryReport
 from megafp8.utils.memory import cause, limits
 
 # More than a rank starts: three for each of about 17 groups of gloo, and those of torch, loaders and saves.
@@ -57,33 +60,48 @@ def fits(num_bytes: int) -> bool:
 
 
 @contextmanager
-def suggestions_on_memory(config: RunConfig) -> Iterator[None]:
-    """Raise `OutOfMemory`, which names the flags that need less, for an error that lack of memory causes.
+def suggestions_on_memory(config: RunConfig, report: Optional[MemoryReport] = None) -> Iterator[None]:
+    """Raise `OutOfMemory`, which says what has the memory and names the flags that need less, for an error that lack of
+    memory causes.
 
     An error that already has its fix stays as it is.
 
     Args:
         config: of the run, with a value for each automatic setting.
+        report: on the memory of this rank.
     """
     try:
         yield
     except Exception as error:
         if line := cause(error):
-            suggestions = "".join(f"\n  - {suggestion}" for suggestion in less_memory(config))
+            parts, found = "", list[Saving]()
+            if report is not None:
+                with suppress(MemoryError):  # of the host, which may be what is lacking
+                    parts, found = report.describe(), report.savings()
+            suggestions = "".join(f"\n  - {suggestion}" for suggestion in less_memory(config, found))
             raise OutOfMemory(
-                f"{line}\nThese need less memory:{suggestions}\n--dry-run estimates the memory of a rank, and megafp8 "
-                "plan searches for layouts"
+                f"{line}\n{parts}These need less memory:{suggestions}\n--dry-run estimates the memory of a rank, and "
+                "megafp8 plan searches for layouts"
             ) from error
         raise
+    finally:
+        if report is not None:
+            report.run = None  # torch keeps the report for good
 
 
-def less_memory(config: RunConfig) -> Iterator[str]:
-    """Settings with which a run needs less memory."""
+def less_memory(config: RunConfig, found: Sequence[Saving] = ()) -> Iterator[str]:
+    """Settings with which a run needs less memory.
+
+    Args:
+        found: by the memory model, which knows them better than this list; empty while the run is built.
+    """
     training = config.training
     size = training.micro_batch_size
-    if isinstance(size, int) and size > 1:
+    for saving in found:
+        yield f"{saving.flags}: {saving.num_bytes / (1 << 30):.2f} GiB less on this rank, by the memory model"
+    if not found and isinstance(size, int) and size > 1:
         yield f"a smaller --micro-batch-size than {size}, or auto: the fastest that fits"
-    if derived.recompute_granularity(training) is None:
+    if not found and derived.recompute_granularity(training) is None:
         yield (
             "--recompute-activations, or --recompute-granularity full --recompute-method uniform "
             "--recompute-num-layers 1"

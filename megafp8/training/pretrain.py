@@ -37,6 +37,7 @@ from megafp8.training.extension import LoopState
 from megafp8.training.extensions import build_extensions
 from megafp8.training.extensions.checkpoints import check_checkpoint_folders
 from megafp8.training.loop import train_steps
+from megafp8.training.memory_report import MemoryReport
 from megafp8.training.micro_batch_search.search import choose_micro_batch
 from megafp8.training.out_of_memory import check_limits, suggestions_on_memory
 from megafp8.training.resume import check_no_newer_checkpoint, resume, resumes_own_run
@@ -84,10 +85,14 @@ def run_training(validated: ValidatedRun) -> int:
             chosen = [*validated.choices, *chosen_settings(config, validated.target, validated.implementation)]
             if rank() == 0 and chosen:
                 print(format_chosen(chosen, with_details=config.logging.verbose), flush=True)
-            with suggestions_on_memory(config):
+            report = MemoryReport(config, rank())
+            with suggestions_on_memory(config, report):
+                if platform.kind == "cuda":
+                    report.start()
                 run = dataclasses.replace(
                     build_training_run(config, platform, validated.implementation), watchdog=watchdog
                 )
+                report.watch(run)
                 train(run, details | describe_threads(run))
             run.graph.reset()  # NCCL cannot destroy a communicator that a CUDA graph uses
             close_exchanges(run.training_state.chunks)

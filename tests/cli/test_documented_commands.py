@@ -135,7 +135,6 @@ SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         },
         "megafp8 build-index": {END: "--seq-length 32 --train-iters 10 --global-batch-size 2"},
     },
-    "docs/wandb.md": {"megafp8 pretrain": {END: f"{SHAPE} {SHORT} --seq-length 32"}},
     "docs/doctor.md": {
         "megafp8 doctor --gpus 8": {BEFORE: "mkdir runs\n", "--gpus 8 ": ""},
         "megafp8 verify-device": {END: "--recipes delayed"},
@@ -192,7 +191,7 @@ SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
             "examples/studies/stdlib_cpu.yaml": "small.yaml"
         },
     },
-    "docs/telemetry.md": {
+    "docs/observability.md": {
         "megafp8 corpus": {END: "--max-bytes 200000"},
         "megafp8 preprocess": {END: "--workers 1"},
         "megafp8 pretrain --num-layers 4": {
@@ -248,7 +247,7 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
         "pip install": "installs packages",
         "megafp8 pretrain": f"{RUN_BY}tests/faults/test_object_storage_runs.py",
     },
-    "docs/wandb.md": {"pip install": "installs packages"}
+    "docs/observability.md": {"pip install": "installs packages"}
     | dict.fromkeys(("wandb login", "wandb sync"), "needs an account"),
     "docs/install.md": dict.fromkeys(
         (". tools/setup_venv.sh", ". .venv/bin/activate", "pip install", "uv venv", "uv pip", "conda create", "export"),
@@ -274,26 +273,6 @@ def write_text(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     pieces = (text[start : start + 500] for start in range(0, 100_000, 500))
     path.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces), encoding="utf-8")
-
-
-WANDB = """
-import types
-
-Histogram = dict
-
-
-def init(**arguments):
-    update = lambda values, allow_val_change: None
-    return types.SimpleNamespace(
-        id="1", dir="wandb/files", config=types.SimpleNamespace(update=update), summary={},
-        log=lambda values, step: None, finish=lambda: None,
-    )
-"""
-
-
-def give_wandb(folder: Path) -> None:
-    """A package in place of that of Weights & Biases."""
-    (folder / "wandb.py").write_text(WANDB, encoding="utf-8")
 
 
 def give_texts(folder: Path) -> None:
@@ -338,7 +317,6 @@ GIVEN: Mapping[str, Callable[[Path], None]] = {
     "docs/getting_started.md": lambda folder: write_text(folder / "data/text.jsonl"),
     "docs/hugging_face.md": lambda folder: give_model(folder, "Meta-Llama-3-8B", ONE_LLAMA),
     "docs/data.md": give_texts,
-    "docs/wandb.md": give_wandb,
     "docs/scaling_studies.md": give_study,
     "docs/tutorials/hugging_face.md": lambda folder: write_text(folder / "data/mine.jsonl"),
     "docs/tutorials/megatron_to_slurm.md": give_script,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,8 @@ from megafp8.analysis.runs import load_run
 from megafp8.checkpoint.directory import complete_steps
 from megafp8.resilience.run_state import RUN_STATE_FILE, current_state
 from megafp8.utils.process import STOPPED_STATE, read_proc_stat
+
+HOST = "127.0.0.1"
 
 
 @pytest.fixture
@@ -80,6 +83,32 @@ def test_a_full_disk_and_a_removed_folder_do_not_stop_a_run(tmp_path: Path, cach
     assert output.count("the folder is gone, and what was in it; it is created again") == 1
     assert output.count(f"{RUN_STATE_FILE} cannot be written: a folder has its name") == 1
     assert output.count(f"{RUN_STATE_FILE} can be written again") == 1
+
+
+def test_trackers_that_die_do_not_stop_a_run(tmp_path: Path, cache: Path, log_folder: Path) -> None:
+    """MLflow's server does not answer, the process that sends to it is killed, and a reader of the port is gone."""
+    pytest.importorskip("mlflow"), pytest.importorskip("prometheus_client")
+    folder, port = tmp_path / "run", free_port()
+    flags = f"--data-cache-path {cache} --save {folder} --metrics-port {port} --mlflow-experiment faults "
+    with started(f"{flags} --mlflow-tracking-uri http://{HOST}:9", "stop:step=9,at=step.begin", log_folder) as run:
+        with stopped(run):
+            socket.create_connection((HOST, port)).close()
+            (sender,) = [pid for pid in members(run.processes[0].pid) if b"mlflow_sender" in command_of(pid)]
+            os.kill(sender, signal.SIGKILL)
+        ended = run.wait(600)
+    assert ended.statuses == (0,), ended.report()
+    assert complete_steps(folder)[-1] == STEPS and len(load_run(folder).steps) == STEPS
+    assert ended.output[0].count("the process that sends records ended with status -9") == 1
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return free.getsockname()[1]
+
+
+def command_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def test_standard_output_on_a_full_disk_does_not_stop_a_run(tmp_path: Path, cache: Path, log_folder: Path) -> None:

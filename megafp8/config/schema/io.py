@@ -252,6 +252,20 @@ class LoggingConfig:
     wandb_save_dir: Optional[str] = setting(
         None, "local folder for Weights & Biases files", path=True, needs="--wandb-project", metavar="DIR"
     )
+    mlflow_experiment: Optional[str] = setting(
+        None, "MLflow experiment (needs mlflow)", requires="--save", metavar="NAME", megatron=OWN
+    )
+    mlflow_run_name: Optional[str] = setting(
+        None, "MLflow run name", requires="--mlflow-experiment", unset="MLflow's", metavar="NAME", megatron=OWN
+    )
+    mlflow_tracking_uri: Optional[str] = setting(
+        None, "MLflow server or store: http://..., sqlite:///FILE or file:DIR",
+        requires="--mlflow-experiment", unset="MLFLOW_TRACKING_URI, else MLflow's default", metavar="URI", megatron=OWN,
+    )
+    metrics_port: Optional[int] = setting(
+        None, "port of rank 0 on which Prometheus reads the metrics of the job (needs prometheus-client)",
+        range=Range(1, 65535), metavar="PORT", megatron=OWN,
+    )
     fp8_log_interval: Optional[int] = setting(
         None, "steps between quantization statistics of the operands of linear layers",
         range=AT_LEAST_1, role=Role.OUTPUT | Role.MEMORY, unset="never", unit="steps", megatron=OWN,
@@ -314,6 +328,16 @@ class LoggingConfig:
     )
     logging_level: Optional[int] = setting(
         None, "level of Python's logging module, for example 20 (INFO)", range=NOT_NEGATIVE
+    )
+    memory_snapshot_path: Optional[str] = setting(
+        None, "file for torch's snapshots of GPU memory, with the rank added to its name: when memory is lacking, and "
+        "after the step in which a rank gets SIGUSR2",
+        path=True, unset="snapshot.pickle with --record-memory-history", metavar="FILE",
+        megatron="of the last rank only; also at --log-interval",
+    )
+    record_memory_history: bool = setting(
+        False, "record where GPU memory is allocated, in snapshots and for the memory of each layer",
+        megatron="of the last rank only",
     )
     profile: bool = setting(False, "profile some steps with torch.profiler")
     profile_step_start: int = setting(10, "first profiled step", range=NOT_NEGATIVE, unit="step")

@@ -1,4 +1,4 @@
-"""Sinks that write the records of a run: records.jsonl, console, TensorBoard and Weights & Biases.
+"""Sinks that write the records of a run: records.jsonl, console, TensorBoard, Weights & Biases, MLflow and Prometheus.
 
 One rank writes. It builds a `Sinks` and passes it every record. records.jsonl comes first, since reports are made from
 it; the other sinks show the same records.
@@ -15,9 +15,13 @@ from megafp8.config.schema import LoggingConfig
 from megafp8.metrics.records import RECORDS_FILE, Record
 from megafp8.metrics.sinks.console import ConsoleSink
 from megafp8.metrics.sinks.jsonl import JsonlSink, read_records
-from megafp8.metrics.sinks.trackers import TensorBoardSink, WandbSink
+from megafp8.metrics.sinks.prometheus import PrometheusSink
+from megafp8.metrics.sinks.trackers import MlflowSink, TensorBoardSink, WandbSink
 
-__all__ = ["ConsoleSink", "JsonlSink", "Sink", "Sinks", "TensorBoardSink", "WandbSink", "build_sinks", "read_records"]
+__all__ = [
+    "ConsoleSink", "JsonlSink", "MlflowSink", "PrometheusSink", "Sink", "Sinks", "TensorBoardSink", "WandbSink",
+    "build_sinks", "read_records",
+]  # fmt: skip
 
 
 class Sink(Protocol):
@@ -90,16 +94,18 @@ def build_sinks(
     """Build the sinks of the logging section, on the rank that writes.
 
     Args:
-        run_folder: the run's folder (--save), for records.jsonl, the ID of the W&B run and, unless --tensorboard-dir is
-            given, tensorboard/. None: none of them is written.
+        run_folder: the run's folder (--save), for records.jsonl, the IDs of the W&B and MLflow runs and, unless
+            --tensorboard-dir is given, tensorboard/. None: none of them is written.
         total_steps: step at which the run ends, for the progress display.
         total_samples: consumed samples at which it ends, for its ETA; None: the ETA counts steps.
         stream: of the console; default standard output.
 
     Raises:
-        CapabilityError: TensorBoard or Weights & Biases is needed and not installed.
+        CapabilityError: a package that a sink needs is not installed, or --metrics-port cannot be used.
     """
     sinks: list[Sink] = []
+    if logging.metrics_port is not None:  # the first, so that a port in use ends the run before it writes anything
+        sinks.append(PrometheusSink(logging.metrics_port))
     if run_folder is not None:
         sinks.append(JsonlSink(Path(run_folder) / RECORDS_FILE))
     sinks.append(ConsoleSink(logging, total_steps=total_steps, total_samples=total_samples, stream=stream))
@@ -108,4 +114,6 @@ def build_sinks(
         sinks.append(TensorBoardSink(tensorboard_folder, logging))
     if logging.wandb_project:
         sinks.append(WandbSink(logging, run_folder))
+    if logging.mlflow_experiment and run_folder is not None:
+        sinks.append(MlflowSink(logging, run_folder, total_steps))
     return Sinks(sinks)

@@ -1,4 +1,4 @@
-"""Sinks for TensorBoard and Weights & Biases, with the scalar names of Megatron-LM.
+"""Sinks for TensorBoard, Weights & Biases and MLflow, with the scalar names of Megatron-LM.
 
 TensorBoard event files are written without torch or TensorFlow. tensorboard's `EventFileWriter` is not used, because
 its thread ends at the first disk error. `LogFile` continues after one. Nor is its `RecordWriter`, whose checksums are
@@ -13,8 +13,11 @@ import os
 import socket
 import statistics
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Optional, Union
 
@@ -43,6 +46,8 @@ from megafp8.utils.best_effort import LogFile, Outage
 FILE_VERSION = "brain.Event:2"
 WANDB_ID_FILE = "wandb_run_id"
 VERSUS_SAMPLES = ("lm loss", "learning-rate")
+# For MLflow's last records; a signal leaves a run little more before it is killed.
+MLFLOW_CLOSE_S = 10.0
 
 
 class TensorBoardSink:
@@ -252,6 +257,56 @@ def start_wandb(wandb: Any, arguments: Mapping[str, Optional[str]]) -> Any:
         folder = Path(run.dir).parent
         print(f"warning: Weights & Biases is offline ({error}); later: wandb login && wandb sync {folder}", flush=True)
         return run
+
+
+class MlflowSink:
+    """Starts the process that sends records.jsonl to MLflow (`mlflow_sender`), and ends it.
+
+    Best effort: that process reports failures of MLflow, and this sink its end. Neither stops the run.
+    """
+
+    def __init__(self, logging: LoggingConfig, run_folder: str, last_step: int):
+        """
+        Args:
+            last_step: of the run; MLflow shows a run that ends before it as killed.
+        """
+        self._outage = Outage("MLflow", "records", "training continues, the next start of the run sends the rest")
+        destination = {
+            "folder": os.path.abspath(run_folder),
+            "experiment": logging.mlflow_experiment,
+            "run_name": logging.mlflow_run_name,
+            "tracking_uri": logging.mlflow_tracking_uri,
+            "last_step": last_step,
+        }
+        package = str(Path(__file__).resolve().parents[3])
+        paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._process: Optional[subprocess.Popen[bytes]] = None
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "megafp8.metrics.sinks.mlflow_sender", json.dumps(destination)],
+                stdin=subprocess.PIPE, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            )  # fmt: skip
+        except OSError as error:
+            self._outage.failed(error)
+
+    def write(self, record: Record) -> None:
+        """The process reads the file of the records; here only its end is noticed."""
+        if self._process is not None and (status := self._process.poll()) is not None:
+            self._outage.failed(RuntimeError(f"the process that sends records ended with status {status}"))
+
+    def close(self) -> None:
+        if self._process is None:
+            return
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended already
+            self._process.stdin.write(b".")  # forked processes may keep the pipe open
+            self._process.stdin.close()
+        try:
+            self._process.wait(MLFLOW_CLOSE_S)
+        except subprocess.TimeoutExpired as error:
+            self._process.kill()
+            self._process.wait()
+            self._outage.failed(error)
 
 
 ScalarRecord = Union[StepRecord, QuantizationRecord, GuardRecord, EvalRecord, ExpertRecord]

@@ -10,6 +10,7 @@ from megafp8.training.extensions.data_phases import DataPhases
 from megafp8.training.extensions.every_run import GarbageCollection, Heartbeat, StopConditions, Validation
 from megafp8.training.extensions.expert_load import ExpertLoads
 from megafp8.training.extensions.guard import LayerGuard
+from megafp8.training.extensions.memory_snapshots import MemorySnapshots
 from megafp8.training.extensions.precision_schedule import PrecisionSchedule
 from megafp8.training.extensions.profiler import Profiler
 from megafp8.training.extensions.replica_check import ReplicaCheck
@@ -37,6 +38,7 @@ def build_extensions() -> list[Extension]:
         ReplicaCheck(),  # before anything is saved
         AttentionReport(),  # refuses slow attention before the first validation and save
         Profiler(),
+        MemorySnapshots(),
         Validation(),  # agrees on stop signals
         TextSamples(),  # agrees on them, too
         StopConditions(),  # before checkpoints: the last save ignores the interval
