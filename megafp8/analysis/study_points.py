@@ -242,7 +242,7 @@ def read_points(path: Path) -> StudyPoints:
         DataError: the file is something else.
     """
     try:
-        return from_plain(StudyPoints, read_json(path))
+        return from_plain(StudyPoints, read_json(path), ignores_unknown=True)
     except UnreadableFile as error:
         raise DataError(f"{path}: not the {POINTS_FILE} of a report: {error.reason}") from None
 

@@ -219,8 +219,8 @@ def expert_kernel_problems(config: RunConfig, implementation: LayerBackend) -> l
 
 
 FEW_EXPERTS, LARGE_EXPERT = 8, 2**24
-"""Experts of a GPU, and weights of a linear, that are faster one by one where blocks have scales: so they are with 8 of
-2^26, and not with 8 of 2^21 (benchmarks/results/experts.md)."""
+"""Experts of a GPU, and weights of a linear, that take longer than in megatron-core where blocks have scales: 8 of 2^26
+do, 8 of 2^21 do not (benchmarks/results/experts.md)."""
 
 
 def expert_launch_warnings(config: RunConfig, target_kind: str, implementation: LayerBackend) -> list[str]:
@@ -234,7 +234,7 @@ def expert_launch_warnings(config: RunConfig, target_kind: str, implementation: 
     elif problem or (is_emulated and config.parallel.moe_expert_kernels != "triton"):
         suggestion = one_launch_suggestion(config, is_emulated)
     else:
-        return list(one_launch_warnings(config))
+        return list(one_launch_warnings(config, is_emulated))
     measured = (
         "in FP8, an H200 took 16 times as long for a step with 128 experts, 1.2 times with 8"
         if derived.used_recipes(config.precision)
@@ -244,7 +244,7 @@ def expert_launch_warnings(config: RunConfig, target_kind: str, implementation: 
     return [f"the {num_experts} experts of a GPU run one by one, not in one launch ({measured}): {suggestion}"]
 
 
-def one_launch_warnings(config: RunConfig) -> Iterator[str]:
+def one_launch_warnings(config: RunConfig, is_emulated: bool) -> Iterator[str]:
     """What experts in one launch cost with some settings."""
     if config.precision.fp8_param_gather:
         yield (
@@ -254,11 +254,11 @@ def one_launch_warnings(config: RunConfig) -> Iterator[str]:
     names = {name for choice in expert_choices(config.model, config.precision) for name in choice.recipes}
     blocked = [name for name in names if registry.get(name).block_length]
     size = mixture.moe_ffn_hidden_size(config.model) * (config.model.hidden_size or 0)
-    if blocked and mixture.experts_per_rank(config) <= FEW_EXPERTS and size >= LARGE_EXPERT:
+    if blocked and not is_emulated and mixture.experts_per_rank(config) <= FEW_EXPERTS and size >= LARGE_EXPERT:
         yield (
             f"{blocked[0]}, whose blocks have scales, with experts in one launch: with 8 large experts a step took an "
-            "H200 1.06 times as long as in megatron-core, which runs them one by one, and with 4 on each of two 1.09 "
-            "times: --moe-expert-kernels te does so; a recipe with a scale for each tensor took 0.8 times as long"
+            "H200 1.06 times as long as in megatron-core, with 4 on each of two 1.09 times; a recipe with a scale for "
+            "each tensor took 0.8 times as long"
         )
     yield from exchange_warnings(config)
 

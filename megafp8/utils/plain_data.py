@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 from megafp8.utils.files import UnreadableFile, printable
 
@@ -22,7 +23,7 @@ def from_plain(kind: Callable[..., T], content: Any, name: str = "", *, ignores_
     Args:
         kind: the class.
         name: of the object in messages.
-        ignores_unknown: leave out fields that the class does not have.
+        ignores_unknown: leave out fields that the class itself does not have; those of its fields are never left out.
 
     Raises:
         UnreadableFile: fields are unknown, missing or of a wrong type, with all of them.
@@ -31,8 +32,10 @@ def from_plain(kind: Callable[..., T], content: Any, name: str = "", *, ignores_
 
     try:
         # In its strict mode pydantic takes a mapping for a dataclass and a list for a tuple from JSON only.
-        extra = "ignore" if ignores_unknown else "forbid"
-        return _adapter(kind).validate_json(json.dumps(content), strict=True, extra=extra)
+        if ignores_unknown and isinstance(content, dict):
+            known = {field.name for field in dataclasses.fields(cast(Any, kind))}
+            content = {name: value for name, value in content.items() if name in known}
+        return _adapter(kind).validate_json(json.dumps(content), strict=True, extra="forbid")
     except ValidationError as error:
         problems = [_describe(each, name) for each in error.errors()]
         more = f" and {len(problems) - MAX_LISTED_PROBLEMS} more" if len(problems) > MAX_LISTED_PROBLEMS else ""

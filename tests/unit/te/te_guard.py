@@ -1,6 +1,7 @@
 """A program of `test_te_without_cuda.py`: `--fp8-guard warn` watches Transformer Engine's linears, also in a fused MLP,
 whose linears are not called."""
 
+import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -41,9 +42,12 @@ for fuser, is_refused in (("--use-transformer-engine-op-fuser", True), ("--no-us
     found = problems(f"warn --quantize-kernels te {fuser} --on-nonfinite-activation stop")
     assert any("fused MLP shows no infinite amax" in problem for problem in found) is is_refused, found
 
-for policy, has_both in (("warn", False), ("bf16-layer", True)):  # communication with and without FP8
+MODES = userbuffers.UserBufferQuantizationMode
+for policy, modes in (("warn", [MODES.FP8]), ("bf16-layer", [MODES.FP8, MODES.NONE])):
     guarded = flags.parse(f"{RUN} --fp8-guard {policy}".split()).config
-    assert len(userbuffers.quantization_modes(guarded.precision, guarded.training)) == 1 + has_both
+    assert userbuffers.quantization_modes(guarded.precision, guarded.training) == modes
+in_bf16 = dataclasses.replace(guarded.precision, fp8_format=None, fp8_recipe="delayed")
+assert userbuffers.quantization_modes(in_bf16, guarded.training) == [MODES.NONE]
 
 mlp = small_mlp()
 guard.named_linears = lambda chunk: [("layers.0.linear_fc1", mlp.linear_fc1), ("layers.0.linear_fc2", mlp.linear_fc2)]

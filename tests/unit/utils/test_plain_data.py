@@ -72,3 +72,5 @@ def test_all_problems_are_counted() -> None:
 
 def test_fields_of_other_versions_can_be_left_out() -> None:
     assert from_plain(Part, {"size": 1, "weight": 2}, ignores_unknown=True) == Part(1)
+    with pytest.raises(UnreadableFile, match="parts.0.weight is unknown"):  # those of its fields may matter
+        from_plain(Whole, {"parts": [{"size": 1, "weight": 2}]}, ignores_unknown=True)
