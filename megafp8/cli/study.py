@@ -6,9 +6,9 @@
 
 With Slurm, the runs are job arrays, and with --kubernetes JobSets; without both, or with --local, they are processes on
 this machine. Every run has its own folder, whose name does not change when the grid grows. Repeating the command skips
-runs that are done, running or queued, and starts or resumes the others. If the flags of one run are wrong, none starts.
-docs/scaling_studies.md describes the file. Exit status: 0 if all are done or submitted, 64 for a wrong study, 75 after
-a signal, else that of the first run that failed.
+runs that are done, running or queued, and starts or resumes the others; for Kubernetes it prints all of them. If the
+flags of one run are wrong, none starts. docs/scaling_studies.md describes the file. Exit status: 0 if all are done or
+submitted, 64 for a wrong study, 75 after a signal, else that of the first run that failed.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     due = [progress.run for progress in selected if study_execution.is_due(progress)]
     if arguments.kubernetes:
-        jobs = study_execution.build_jobs(study, due, "kubernetes")
+        # All, since folders on a claim are not seen here. Runs that are done end at once.
+        jobs = study_execution.build_jobs(study, [progress.run for progress in selected], "kubernetes")
         for job in jobs[:1]:  # they have the same fields
             warn_of_unused(job, kubernetes.UNUSED_FIELDS, "by Kubernetes")
         print("---\n".join(map(kubernetes.manifests, jobs)), end="")

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from megafp8 import __version__
 from megafp8.config import dimensions, model_shapes, recipe_values
 from megafp8.config import help as flag_help
-from megafp8.config.gpu_names import COMPUTE_CAPABILITIES, gpu_type
+from megafp8.config.gpu_names import gpu_type
 from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import Setting, all_settings, with_values
 from megafp8.errors import ConfigError
@@ -72,7 +72,7 @@ def _add_general_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--target", type=gpu_type("cpu", kind="machines"), metavar="NAME",
-        help=f"machine to plan for, with --dry-run: cpu, {', '.join(COMPUTE_CAPABILITIES)}",
+        help="machine to plan for, with --dry-run: cpu, or a GPU of megafp8 plan --help",
     )  # fmt: skip
     parser.add_argument(
         "--gpu-memory-gib", type=positive_number, metavar="GIB", help="memory of the --target GPU, for one like it"

@@ -14,7 +14,8 @@ from megafp8.utils.suggestions import NameType
 COMPUTE_CAPABILITIES: Mapping[str, tuple[int, int]] = MappingProxyType(
     {
         "a100": (8, 0), "a100-40gb": (8, 0), "l40s": (8, 9), "rtx4090": (8, 9),
-        "h100": (9, 0), "h100-pcie": (9, 0), "h100-nvl": (9, 0), "h200": (9, 0), "h20": (9, 0),
+        "h100": (9, 0), "h100-pcie": (9, 0), "h100-nvl": (9, 0), "h200": (9, 0), "h200-nvl": (9, 0),
+        "gh200": (9, 0), "gh200-144gb": (9, 0), "h20": (9, 0),
         "b200": (10, 0), "gb200": (10, 0), "b300": (10, 3), "gb300": (10, 3),
         "rtx5090": (12, 0), "rtxpro6000": (12, 0), "gb10": (12, 1),
     }
@@ -27,6 +28,7 @@ _SPELLINGS = {
     "rtx6000pro": "rtxpro6000", "spark": "gb10",
     "a10080gb": "a100", "h10080gb": "h100", "h10080gbhbm3": "h100", "h200141gb": "h200", "h2096gb": "h20",
     "h100pcie80gb": "h100-pcie", "h10080gbpcie": "h100-pcie", "h100nvl94gb": "h100-nvl",
+    "h200nvl141gb": "h200-nvl", "gh200480gb": "gh200", "gh20096gb": "gh200", "gh200144ghbm3e": "gh200-144gb",
 }  # fmt: skip
 # Makers, families, and forms of which the table has one.
 _LEFT_OUT = (

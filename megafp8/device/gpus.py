@@ -80,9 +80,9 @@ PEAKS: tuple[DevicePeak, ...] = (
     _peak(r"H100 PCIe", "NVIDIA H100 whitepaper, PCIe", fp32=51.2, tf32=378, bf16=756, fp8=1513),
     _peak(r"H[12]00 NVL", "NVIDIA H100 and H200 datasheets, NVL, halved from sparse",
           fp32=60, tf32=417.5, bf16=835.5, fp8=1670.5),
-    # The same die and clocks as the H100 SXM5; the H200 and GH200 datasheets round the same figures.
     # NVIDIA publishes no sheet of the H20. Resellers and its own tables for partners agree on these.
     _peak(r"H20", "NVIDIA HGX H20 product brief, as resellers quote it", fp32=44, tf32=74, bf16=148, fp8=296),
+    # The same die and clocks as the H100 SXM5; the H200 and GH200 datasheets round the same figures.
     _peak(r"H200|GH200 (480GB|144G HBM3e)", "NVIDIA H200 and GH200 datasheets (H100 SXM5 figures)",
           fp32=66.9, tf32=494.7, bf16=989.4, fp8=1978.9),
     _peak(r"B200", "NVIDIA HGX B200 datasheet, an eighth, halved from sparse",
@@ -137,6 +137,12 @@ class Gpu:
         """Major and minor."""
         return COMPUTE_CAPABILITIES[self.name]
 
+    @property
+    def reaches_peers(self) -> bool:
+        """Whether the GPUs of a node use each other's memory well: measured on Hopper with NVLink. Older GPUs and those
+        without NVLink may not reach it at all."""
+        return self.link == NVLINK and self.compute_capability >= (9, 0)
+
     @functools.cached_property
     def peak(self) -> DevicePeak:
         """Peak FLOP/s by dtype."""
@@ -155,6 +161,7 @@ class Gpu:
 
 
 _HGX = "memory: nvidia-smi's total; others: NVIDIA datasheet; network: 8 x 400 Gb/s InfiniBand of a DGX, an eighth"
+_GH200 = "NVIDIA GH200 datasheet; network: assumed, 400 Gb/s a GPU"
 _NVL72 = "memory: nvidia-smi's total; others: NVIDIA NVL72 datasheets, a 72nd; network: 400 Gb/s a GPU (GB300: 800)"
 _CARD = "memory: nvidia-smi's total; others: NVIDIA datasheet, without NVLink bridges; network: assumed, 200 Gb/s a GPU"
 GPUS: Mapping[str, Gpu] = MappingProxyType(
@@ -197,6 +204,20 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
             Gpu(
                 name="h200", device_name="H200", num_sms=132, memory_bytes=143_771 * MIB, hbm_bytes_per_s=4.8e12,
                 link_bytes_per_s=450e9, network_bytes_per_s=50e9, source=_HGX,
+            ),
+            Gpu(
+                name="h200-nvl", device_name="H200 NVL", num_sms=132, memory_bytes=143_771 * MIB, hbm_bytes_per_s=4.8e12,
+                link=PCIE, link_bytes_per_s=PCIE5_BYTES_PER_S, network_bytes_per_s=25e9, source=_CARD,
+            ),
+            # One beside its CPU: others are reached by the network.
+            Gpu(
+                name="gh200", device_name="GH200 480GB", num_sms=132, memory_bytes=97_871 * MIB, hbm_bytes_per_s=4.0e12,
+                link=PCIE, link_bytes_per_s=50e9, network_bytes_per_s=50e9, gpus_per_node=1, source=_GH200,
+            ),
+            Gpu(
+                name="gh200-144gb", device_name="GH200 144G HBM3e", num_sms=132, memory_bytes=147_456 * MIB,
+                hbm_bytes_per_s=4.9e12, link=PCIE, link_bytes_per_s=50e9, network_bytes_per_s=50e9, gpus_per_node=1,
+                source=_GH200,
             ),
             Gpu(
                 name="h20", device_name="H20", num_sms=78, memory_bytes=97_871 * MIB, hbm_bytes_per_s=4.0e12,

@@ -34,12 +34,13 @@ def problems(parallel: ParallelConfig, kind: str, device: str) -> list[str]:
 
 
 def choose(
-    parallel: ParallelConfig, kind: str, num_replicas: int
+    parallel: ParallelConfig, kind: str, num_replicas: int, reaches_peers: bool
 ) -> tuple[dict[str, bool], Optional[tuple[str, str, str]]]:
     """Register buffers where weights are gathered beside the forward pass, unless the flag decides.
 
     Args:
         num_replicas: ranks that share weights.
+        reaches_peers: as `gpus.Gpu.reaches_peers`.
 
     Returns:
         The setting, and the choice as flag, value and reason where it is worth a word.
@@ -50,6 +51,8 @@ def choose(
     uses_nccl = kind == "cuda" and parallel.distributed_backend != "gloo"
     if not (parallel.overlap_param_gather and num_replicas > 1 and not parallel.shards_weights and uses_nccl):
         return {name: False}, None
+    if not reaches_peers:
+        return {name: False}, (flag, "off", "a kind of GPU whose links were not measured")
     if setting := expandable_segments():
         return {name: False}, (flag, "off", f"{setting} excludes it")
     return {name: True}, (flag, "on", "copy engines gather weights")

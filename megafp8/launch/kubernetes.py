@@ -11,9 +11,9 @@ the same JobSet: the cluster's own runtimes have neither shared memory, nor clai
 - An array with runs of one node: an Indexed Job with a pod for each run, which is restarted on its own. Runs of several
   nodes are a JobSet each.
 
-Exit statuses: those of the supervisor's `PERMANENT_ERRORS`, and 1 of a run that never began to train, end the job
-(`podFailurePolicy`). After all others, such as 75 of a preempted run, JobSet recreates the pods, at most `max_requeues`
-times, and the run resumes.
+Exit statuses: those of the supervisor's `PERMANENT_ERRORS` end the job (`podFailurePolicy`). So does 1 of a run that
+never began to train, but with several nodes, where one that was lost looks the same. After all others, such as 75 of a
+preempted run, JobSet recreates the pods, at most `max_requeues` times, and the run resumes.
 
 Fields, limits of names and variables are those of:
     github.com/kubeflow/trainer v2.3.0: manifests/base/crds/trainer.kubeflow.org_{trainjobs,trainingruntimes}.yaml,
@@ -164,7 +164,8 @@ def replicated_job(
     job: Job, name: str, template: dict[str, Any], count: int, is_array: bool = False
 ) -> dict[str, Any]:  # fmt: skip
     """An Indexed Job with `count` pods, which are independent of each other in an array."""
-    statuses = {"containerName": NODE, "operator": "In", "values": sorted((NOT_STARTED, *PERMANENT_ERRORS))}
+    final = {*PERMANENT_ERRORS} if job.nodes > 1 else {*PERMANENT_ERRORS, NOT_STARTED}
+    statuses = {"containerName": NODE, "operator": "In", "values": sorted(final)}
     retries = {"backoffLimitPerIndex": job.max_requeues} if is_array else {"backoffLimit": 0}
     spec = {
         "completionMode": "Indexed",
@@ -267,14 +268,20 @@ def escape(text: str) -> str:
     return re.sub(r"\$(?=[$(])", "$$", text)
 
 
+# A word that no version of YAML reads as a number or, as PyYAML quotes the longer ones, as a boolean: `089`, `1e3`, `y`.
+PLAIN_WORD = re.compile(r"[A-Za-z][\w./-]{2,}", re.ASCII)
+
+
 class ManifestDumper(yaml.SafeDumper):
-    """Writes texts of several lines as blocks, and repeats values instead of referring to them."""
+    """Writes texts of several lines as blocks, quotes others but plain words, and repeats values instead of referring to
+    them."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
-        return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
+        style = "|" if "\n" in data else None if PLAIN_WORD.fullmatch(data) else '"'
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style)
 
 
 ManifestDumper.add_representer(str, ManifestDumper.represent_str)

@@ -47,7 +47,7 @@ from megafp8.config.schema.setting import Role
 from megafp8.config.settings import settings_by_name, settings_with, value_of, with_values
 from megafp8.device import capability, nccl_buffers
 from megafp8.device.capability import Target
-from megafp8.device.gpus import NVLINK, Gpu, gpu_of
+from megafp8.device.gpus import Gpu, gpu_of
 from megafp8.recipes import registry
 from megafp8.resilience import fault_injection
 from megafp8.resources.memory import cuda_graph_memory_bytes, estimate_stages
@@ -265,7 +265,9 @@ def _ranks_that_share(config: RunConfig, world_size: int) -> int:
 
 
 def _nccl_buffers(config: RunConfig, target: Target, world_size: int) -> tuple[Values, list[Choice]]:
-    values, choice = nccl_buffers.choose(config.parallel, target.kind, _ranks_that_share(config, world_size))
+    gpu, num_replicas = gpu_of(target), _ranks_that_share(config, world_size)
+    reaches_peers = gpu is not None and gpu.reaches_peers
+    values, choice = nccl_buffers.choose(config.parallel, target.kind, num_replicas, reaches_peers)
     return dict(values), [] if choice is None else [Choice(*choice, is_detail=True)]
 
 
@@ -334,10 +336,7 @@ def _dispatcher(config: RunConfig, target: Target, world_size: int) -> tuple[Val
     node_size = node_size or (gpu.gpus_per_node if gpu else 0)
     problems = itertools.chain(
         peer_problems(config),
-        # Measured on Hopper; older GPUs and those without NVLink may not reach each other's memory at all.
-        []
-        if gpu and gpu.link == NVLINK and gpu.compute_capability >= (9, 0)
-        else ["a kind of GPU whose links were not measured"],
+        [] if gpu and gpu.reaches_peers else ["a kind of GPU whose links were not measured"],
         [f"{ranks} ranks on nodes of {node_size}"] if node_size % ranks else [],
     )
     if problem := next(problems, None):

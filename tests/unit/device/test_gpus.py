@@ -87,7 +87,7 @@ def test_gpus_are_known_as_people_spell_them(spelling: str, name: str) -> None:
     assert gpu_type()(spelling) == name
 
 
-@pytest.mark.parametrize("name", ["RTX 4090 Laptop GPU", "RTX 4090 D", "A10", "H200 NVL", "H20-3e", "RTX 6000 Ada"])
+@pytest.mark.parametrize("name", ["RTX 4090 Laptop GPU", "RTX 4090 D", "A10", "H20-3e", "RTX 6000 Ada"])
 def test_another_gpu_of_a_similar_name_is_not_a_known_one(name: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="for one like these: --gpu-memory-gib"):
         gpu_type()(name)

@@ -157,6 +157,8 @@ def test_exit_statuses_that_end_a_job() -> None:
         "action": "FailJob",
         "onExitCodes": {"containerName": "node", "operator": "In", "values": [1, 64, 65, 66, 73, 74]},
     }
+    (several,) = job_spec(objects(dataclasses.replace(ONE, nodes=2)))["podFailurePolicy"]["rules"]
+    assert several["onExitCodes"]["values"] == [64, 65, 66, 73, 74]  # 1 may be a node that was lost
     policy = jobset_spec(found)["failurePolicy"]
     assert policy["maxRestarts"] == 7
     assert [rule["action"] for rule in policy["rules"]] == ["FailJobSet"]
@@ -322,6 +324,13 @@ def test_no_value_becomes_another_field(attack: str, place: str) -> None:
         assert words["words"][-1] == ATTACKS[attack]
     elif place == "project":
         assert words["cwd"] == node["workingDir"] == change["project"]
+
+
+@pytest.mark.parametrize("value", ["0o17", "089", "1e3", "y", "n", "off", "null", "1_0"])
+def test_texts_that_other_readers_take_for_numbers_or_booleans_are_quoted(value: str) -> None:
+    plain = {"name": "first", "image": "a", "claim": "b", "project": "/workspace", "training": [*SAVE]}
+    text = manifests(build_job(plain | {"node_selector": {"kind": value}}), JOBSET)
+    assert f'"{value}"' in text or f"'{value}'" in text
 
 
 def run_words(node: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
