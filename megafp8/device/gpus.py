@@ -206,8 +206,9 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
                 link_bytes_per_s=450e9, network_bytes_per_s=50e9, source=_HGX,
             ),
             Gpu(
-                name="h200-nvl", device_name="H200 NVL", num_sms=132, memory_bytes=143_771 * MIB, hbm_bytes_per_s=4.8e12,
-                link=PCIE, link_bytes_per_s=PCIE5_BYTES_PER_S, network_bytes_per_s=25e9, source=_CARD,
+                name="h200-nvl", device_name="H200 NVL", num_sms=132, memory_bytes=143_771 * MIB,
+                hbm_bytes_per_s=4.8e12, link=PCIE, link_bytes_per_s=PCIE5_BYTES_PER_S, network_bytes_per_s=25e9,
+                source=_CARD,
             ),
             # One beside its CPU: others are reached by the network.
             Gpu(

@@ -268,13 +268,12 @@ def escape(text: str) -> str:
     return re.sub(r"\$(?=[$(])", "$$", text)
 
 
-# A word that no version of YAML reads as a number or, as PyYAML quotes the longer ones, as a boolean: `089`, `1e3`, `y`.
+# No version of YAML reads it as a number, as `089` and `1e3`, or as a boolean, as `y`. PyYAML quotes longer booleans.
 PLAIN_WORD = re.compile(r"[A-Za-z][\w./-]{2,}", re.ASCII)
 
 
 class ManifestDumper(yaml.SafeDumper):
-    """Writes texts of several lines as blocks, quotes others but plain words, and repeats values instead of referring to
-    them."""
+    """Writes texts of several lines as blocks, quotes others but plain words, and repeats values instead of references."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
