@@ -273,7 +273,7 @@ PLAIN_WORD = re.compile(r"[A-Za-z][\w./-]{2,}", re.ASCII)
 
 
 class ManifestDumper(yaml.SafeDumper):
-    """Writes texts of several lines as blocks, quotes others but plain words, and repeats values instead of references."""
+    """Writes texts of several lines as blocks, quotes all but plain words, and repeats values without references."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
