@@ -12,6 +12,7 @@ import pytest
 
 from megafp8.cli import completion
 from megafp8.cli.subcommands import SUBCOMMANDS
+from megafp8.config.gpu_names import COMPUTE_CAPABILITIES
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "megafp8.cli.main"]
@@ -43,7 +44,7 @@ def complete(line: str, folder: Path) -> set[str]:
         ("megafp8 pretrain --load ru", {"runs/"}),
         ("megafp8 checkpoint sh", {"show"}),
         ("megafp8 checkpoint show --ckpt", {"--ckpt-step"}),
-        ("megafp8 plan --gpu ", {"h100", "h200", "b200"}),
+        ("megafp8 plan --gpu ", set(COMPUTE_CAPABILITIES)),
         ("megafp8 plan --gpu h200 --fp8-recipe r", {"rowwise"}),
         ("megafp8 build-index --data-cache-p", {"--data-cache-path"}),
         ("megafp8 plot_schedule --output-l", {"--output-logit-softcapping"}),
