@@ -44,6 +44,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
                 print(run.text)
                 return int(validated.invocation.strict and not run.fits)
         else:
+            from megafp8.training.extensions.memory_snapshots import early_requests_ignored
             from megafp8.training.pretrain import run_training
             from megafp8.utils.best_effort import best_effort
 
@@ -52,7 +53,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             if argv is None:
                 gc.freeze()  # modules stay: no later collection looks at them, nor copies them in forked processes
                 gc.enable()
-            return run_training(validated)
+            with early_requests_ignored(validated.invocation.config):
+                return run_training(validated)
         return 0
     except Exception as raised:
         error = memory.without_settings(raised) or raised

@@ -125,6 +125,9 @@ class Supervisor:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         for number in handled_stop_signals():
             signal.signal(number, self.forward)
+        # The ranks' request for a memory snapshot: `scancel -s` and pkill also reach this process and torchrun, which
+        # inherits that it is ignored.
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         signal.signal(signal.SIGALRM, lambda *_: kill_all(psutil.Process().children(recursive=True)))
         num_fruitless, num_stillborn, last = 0, 0, None
         best_step = saved_step(current_state(self.folder))

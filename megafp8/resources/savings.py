@@ -9,7 +9,7 @@ from megafp8.config import mixture, rules
 from megafp8.config.fused_adam import fused_adam_problem
 from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.schema import RunConfig
-from megafp8.config.settings import settings_by_name, with_values
+from megafp8.config.settings import settings_by_name, value_of, with_values
 from megafp8.resources import micro_batch
 from megafp8.resources.automatic import BF16_MOMENTS, MAX_BETA2_IN_BF16, Values
 from megafp8.resources.memory import estimate_memory
@@ -17,6 +17,7 @@ from megafp8.resources.memory import estimate_memory
 MICRO, TENSOR = "training.micro_batch_size", "parallel.tensor_model_parallel_size"
 SEQUENCE = "parallel.sequence_parallel"
 GRANULARITY, METHOD = "training.recompute_granularity", "training.recompute_method"
+SHORT_FOR_SELECTIVE = ("training.recompute_activations", "training.moe_layer_recompute")
 NUM_LAYERS, MODULES = "training.recompute_num_layers", "training.recompute_modules"
 
 
@@ -61,7 +62,9 @@ def savings(
     for values in _changes(config, world_size):
         changed = with_values(config, values)
         if not rules.setting_problems(changed, world_size) and (num_bytes := now - needed_bytes(changed)) > 0:
-            found.append(Saving(" ".join(named[name].as_flag(value) for name, value in values.items()), num_bytes))
+            flags = " ".join(named[name].as_flag(value) for name, value in values.items() if value is not False)
+            replaced = " and ".join(named[name].flags[0] for name, value in values.items() if value is False)
+            found.append(Saving(f"{flags} in place of {replaced}" if replaced else flags, num_bytes))
     return sorted(found, key=lambda saving: -saving.num_bytes)
 
 
@@ -70,7 +73,10 @@ def _changes(config: RunConfig, world_size: int) -> Iterator[Values]:
     smaller = [each for each in micro_batch.possible_sizes(config, world_size) if each < (size or 0)]
     yield from ({MICRO: each} for each in smaller[-1:])
     if config.training.recompute_granularity != "full":
-        yield from (each for each in recomputations(config) if each)
+        _, selective, full = recomputations(config)
+        # Short flags for selective recomputation contradict the full one.
+        short = dict.fromkeys((name for name in SHORT_FOR_SELECTIVE if value_of(config, name)), False)
+        yield from (selective, {**full, **short})
     if not config.optimizer.use_precision_aware_optimizer and not fused_adam_problem(with_values(config, BF16_MOMENTS)):
         yield low_moments(config)
     if not config.parallel.shards_optimizer:

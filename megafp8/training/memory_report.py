@@ -7,6 +7,7 @@ workspaces of kernels.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Optional
@@ -20,7 +21,7 @@ from megafp8.quantization.fp8_parameter import QuantizedParameter
 from megafp8.resources.memory import MemoryEstimate, estimate_memory, logit_elements, saved_layer_bytes
 from megafp8.resources.savings import Saving, savings
 from megafp8.training.run import Run, run_folder
-from megafp8.utils.best_effort import optional_write, warn
+from megafp8.utils.best_effort import optional_write, reason_of, warn
 from megafp8.utils.formatting import text_table
 
 GIB = 1 << 30
@@ -86,14 +87,18 @@ class MemoryReport:
         size, stage = run.rank_position.world_size, run.rank_position.pipeline_rank
         return savings(run.config, size, run.vocab_size, stage, run.implementation)
 
+    def concerns(self, line: str) -> bool:
+        """Whether the memory that is lacking is that of the run's device, by the line of the error that says so."""
+        return self.run is not None and (self.run.platform.kind == "cpu" or bool(re.search("cuda|cublas", line, re.I)))
+
     def _lacks_memory(self, *_: int) -> None:
         """torch calls it before it raises the error. An exception here would take the place of that error."""
         try:
-            self.snapshot = torch.cuda.memory._snapshot()
+            write_snapshot(self.path)  # first: it needs nothing of the run
             self._owners = {} if self.run is None else owners_of(self.run)
-            write_snapshot(self.path)
+            self.snapshot = torch.cuda.memory._snapshot()
         except Exception as error:
-            warn(f"no snapshot of the memory: {type(error).__name__}: {error}")
+            warn(f"no report on the memory: {reason_of(error)}")
 
 
 def snapshot_path(config: RunConfig, rank: int) -> Optional[Path]:

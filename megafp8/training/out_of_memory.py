@@ -6,7 +6,7 @@ import ctypes
 import mmap
 import resource
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Optional
 
 from megafp8.config import derived
@@ -14,6 +14,7 @@ from megafp8.config.schema import RunConfig
 from megafp8.errors import OutOfMemory
 from megafp8.resources.savings import Saving
 from megafp8.training.memory_report import MemoryReport
+from megafp8.utils.best_effort import reason_of, warn
 from megafp8.utils.memory import cause, limits
 
 # More than a rank starts: three for each of about 17 groups of gloo, and those of torch, loaders and saves.
@@ -75,9 +76,12 @@ def suggestions_on_memory(config: RunConfig, report: Optional[MemoryReport] = No
     except Exception as error:
         if line := cause(error):
             parts, found = "", list[Saving]()
-            if report is not None:
-                with suppress(MemoryError):  # of the host, which may be what is lacking
-                    parts, found = report.describe(), report.savings()
+            if report is not None and report.concerns(line):
+                try:
+                    parts = report.describe()
+                    found = report.savings()
+                except Exception as failure:  # as of the host's memory: what is reported stays the first error
+                    warn(f"no report on the memory: {reason_of(failure)}")
             suggestions = "".join(f"\n  - {suggestion}" for suggestion in less_memory(config, found))
             raise OutOfMemory(
                 f"{line}\n{parts}These need less memory:{suggestions}\n--dry-run estimates the memory of a rank, and "

@@ -101,10 +101,10 @@ def build_sinks(
         stream: of the console; default standard output.
 
     Raises:
-        CapabilityError: a package that a sink needs is not installed, or --metrics-port cannot be used.
+        CapabilityError: a package that a sink needs is not installed.
     """
     sinks: list[Sink] = []
-    if logging.metrics_port is not None:  # the first, so that a port in use ends the run before it writes anything
+    if logging.metrics_port is not None:
         sinks.append(PrometheusSink(logging.metrics_port))
     if run_folder is not None:
         sinks.append(JsonlSink(Path(run_folder) / RECORDS_FILE))

@@ -34,7 +34,7 @@ from megafp8.metrics.records import (
     from_json,
 )
 from megafp8.metrics.sinks.trackers import scalars
-from megafp8.utils.best_effort import Outage
+from megafp8.utils.best_effort import Outage, reason_of, warn
 from megafp8.utils.files import UnreadableFile, atomic_write_json, open_regular
 from megafp8.utils.process import STOP_SIGNALS
 from megafp8.utils.strict_json import parse_json, read_json
@@ -63,10 +63,13 @@ class Destination:
 
 @dataclass
 class State:
-    """What the state file has: the MLflow run, the bytes of records.jsonl that it has, and whether it has settings."""
+    """What the state file has: the MLflow run, the bytes of records.jsonl that it has, and whether it has settings.
+
+    The URI is the one that MLflow uses, also where it is from the environment, without a user and a password.
+    """
 
     experiment: str
-    tracking_uri: str | None
+    tracking_uri: str
     run_id: str
     sent_bytes: int = 0
     has_settings: bool = False
@@ -82,6 +85,7 @@ class MlflowSender:
 
     def __init__(self, destination: Destination, client: Any, entities: Any):
         self._to, self._client, self._entities = destination, client, entities
+        self._uri = re.sub("//[^/@]*@", "//", client.tracking_uri)
         self._records, self._state_file = (Path(destination.folder) / name for name in (RECORDS_FILE, STATE_FILE))
         self._state = self._saved_state()
         self._step, self._is_open = 0, False
@@ -126,18 +130,30 @@ class MlflowSender:
 
     def _opened_run(self) -> State:
         """The MLflow run, created or marked as running again."""
+        if self._state is not None and not self._is_open and not self._exists(self._state.run_id):
+            warn(f"MLflow lacks run {self._state.run_id} of {self._to.folder}: a new run gets all records")
+            self._state, self._read_bytes = None, 0
         if self._state is None:
             experiment = self._client.get_experiment_by_name(self._to.experiment)
             number = (
                 self._client.create_experiment(self._to.experiment) if experiment is None else experiment.experiment_id
             )
             run_id = self._client.create_run(number, run_name=self._to.run_name).info.run_id
-            self._state = State(self._to.experiment, self._to.tracking_uri, run_id)
+            self._state = State(self._to.experiment, self._uri, run_id)
             self._save_state(self._state)
         elif not self._is_open:
             self._client.update_run(self._state.run_id, status="RUNNING")
         self._is_open = True
         return self._state
+
+    def _exists(self, run_id: str) -> bool:
+        """Whether MLflow has the run: it may be deleted, or a relative URI may be another store."""
+        try:
+            return self._client.get_run(run_id).info.lifecycle_stage == "active"
+        except Exception as error:
+            if getattr(error, "error_code", "") != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return False
 
     def _next_records(self) -> tuple[list[Record], int]:
         """The next records of the file, at most 1 MiB of them unless one is longer, and where they end."""
@@ -189,8 +205,16 @@ class MlflowSender:
             if value is not None
         ]
         for start in range(0, len(params), MOST_PARAMS):
-            self._client.log_batch(state.run_id, params=params[start : start + MOST_PARAMS])
+            try:
+                self._client.log_batch(state.run_id, params=params[start : start + MOST_PARAMS])
+            except Exception as error:
+                # Another attempt would be refused as well. The store of files has the code of an internal error.
+                is_refusal = getattr(error, "error_code", "") == "INVALID_PARAMETER_VALUE"
+                if not is_refusal and "Changing param values" not in str(error):
+                    raise
+                warn(f"MLflow refuses parameters, its run keeps those that it has: {reason_of(error)}")
         state.has_settings = True
+        self._save_state(state)  # a process that ends before the next values would leave the next one to be refused
 
     def _saved_state(self) -> State | None:
         """The state of an earlier process with the same destination."""
@@ -198,7 +222,7 @@ class MlflowSender:
             state = State(**read_json(self._state_file))
         except (UnreadableFile, TypeError):
             return None
-        is_same = (state.experiment, state.tracking_uri) == (self._to.experiment, self._to.tracking_uri)
+        is_same = (state.experiment, state.tracking_uri) == (self._to.experiment, self._uri)
         return state if is_same else None
 
     def _save_state(self, state: State) -> None:
@@ -227,9 +251,9 @@ def main() -> None:
         )
     }  # fmt: skip
     outage = Outage("MLflow", "records", f"training continues, records wait in {RECORDS_FILE}")
-    sender, is_ended = None, False
+    sender, is_ended, pause_s = None, False, 0.0
     while not is_ended:
-        is_ended = ended.wait(INTERVAL_S if sender else 0.0)
+        is_ended, pause_s = ended.wait(pause_s), INTERVAL_S
         try:
             sender = sender or connect(destination)
             sender.send()

@@ -7,17 +7,21 @@ devices themselves are the matter of the exporters that a cluster has for every 
 from __future__ import annotations
 
 import re
+import socket
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from megafp8.errors import CapabilityError
 from megafp8.metrics.records import EvalRecord, EventRecord, Record, RunRecord, StepRecord
 from megafp8.metrics.sinks.trackers import scalars
-from megafp8.utils.best_effort import reason_of
+from megafp8.utils.best_effort import Outage
 
 PREFIX = "megafp8_"
+RETRY_S = 60.0
 
 
 class PrometheusSink:
@@ -25,12 +29,14 @@ class PrometheusSink:
 
     The values have the names of TensorBoard's scalars, with `megafp8_` in front. A thread answers requests. It makes
     the text, so that a record costs training a few microseconds.
+
+    Best effort: a port in use, as by another run of this machine, is reported, and tried again with later records.
     """
 
     def __init__(self, port: int):
         """
         Raises:
-            CapabilityError: prometheus-client is not installed, or the port cannot be used.
+            CapabilityError: prometheus-client is not installed.
         """
         try:
             from prometheus_client import CollectorRegistry, core, start_http_server
@@ -43,17 +49,28 @@ class PrometheusSink:
         self._values: dict[str, float] = {}
         self._info: dict[str, str] = {}
         self._seconds, self._events = defaultdict[str, float](float), Counter[str]()
+        self._outage = Outage(f"--metrics-port {port}", "records", "training continues, and tries again every minute")
         registry = CollectorRegistry()
         registry.register(self)
+        self._start = partial(start_http_server, port, registry=registry)
+        self._server: Any = None
+        self._open()
+
+    def _open(self) -> None:
+        """Listen at the port, if it is free."""
+        self._tried_at = time.monotonic()
         try:
-            self._server, self._thread = start_http_server(port, registry=registry)
+            # Programs that the run starts do not inherit the socket, as Python's default is close-on-exec. Data loaders
+            # are forked later and do: they end with this process, and `close` ends the listening for them, too.
+            self._server, self._thread = self._start()
         except OSError as error:
-            raise CapabilityError(
-                f"--metrics-port {port} cannot be used on this machine: {reason_of(error)}; choose another port, or "
-                "remove the flag"
-            ) from error
+            self._outage.failed(error)
+        else:
+            self._outage.ended()
 
     def write(self, record: Record) -> None:
+        if self._server is None and time.monotonic() - self._tried_at >= RETRY_S:
+            self._open()
         if isinstance(record, RunRecord):
             self._info = {"recipe": record.recipe, "device": record.device_name, "ranks": str(record.world_size)}
         elif isinstance(record, EventRecord):
@@ -85,6 +102,10 @@ class PrometheusSink:
         yield self._core.InfoMetricFamily(PREFIX + "run", "The run", value=info)
 
     def close(self) -> None:
+        if self._server is None:
+            return
         self._server.shutdown()
+        with suppress(OSError):  # it is closed already
+            self._server.socket.shutdown(socket.SHUT_RDWR)  # `server_close` leaves copies in forked processes open
         self._server.server_close()
         self._thread.join()

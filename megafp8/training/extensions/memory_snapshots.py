@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from megafp8.config.schema import RunConfig
 from megafp8.training.extension import Extension, LoopState
 from megafp8.training.memory_report import snapshot_path, write_snapshot
 from megafp8.training.step import StepResult
 from megafp8.utils.best_effort import warn
+
+
+@contextmanager
+def early_requests_ignored(config: RunConfig) -> Iterator[None]:
+    """Ignore the signal where no `MemorySnapshots` is open, as in setup and in the last evaluation: its default is to
+    end the process. Without snapshots it keeps its meaning."""
+    if snapshot_path(config, 0) is None:
+        yield
+        return
+    previous = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR2, previous)
 
 
 class MemorySnapshots(Extension):

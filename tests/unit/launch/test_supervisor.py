@@ -130,6 +130,16 @@ def test_under_nohup_a_closed_terminal_does_not_stop_the_run(tmp_path: Path) -> 
     assert (tmp_path / "got").read_text() == "SIGTERM SIGTERM,SIGINT,SIGUSR1,SIGQUIT"
 
 
+def test_a_request_for_memory_snapshots_ends_neither_the_supervisor_nor_torchrun(tmp_path: Path) -> None:
+    """The ranks handle the signal, which `scancel -s USR2` sends to all processes of a job."""
+    status, told = signalled(tmp_path, signal.SIGUSR2, signal.SIGTERM)
+    assert (status, "SIGUSR2" in told) == (75, False)
+    program = "import signal; print(signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN)"
+    supervise = [sys.executable, str(ROOT / "launcher/supervise.py"), "--run-folder", str(tmp_path), "--max-restarts"]
+    result = subprocess.run([*supervise, "0", "--", sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.stdout == "True\n", result.stderr
+
+
 def test_a_log_that_cannot_be_written_stops_no_restart(tmp_path: Path) -> None:
     (tmp_path / RESTARTS_FILE).symlink_to("/dev/full")
     result = subprocess.run(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from megafp8.config import flags, rules
 from megafp8.config.layer_backends import TRANSFORMER_ENGINE
 from megafp8.resources.memory import estimate_memory
@@ -29,3 +31,17 @@ def test_what_a_run_has_already_and_what_breaks_a_rule_is_not_named() -> None:
     config = flags.parse(f"{RUN} {extra} --use-distributed-optimizer".split()).config
     found = " ".join(each.flags for each in savings(config, 1, 128256, 0, TRANSFORMER_ENGINE))
     assert not any(flag in found for flag in ("micro-batch", "recompute", "distributed-optimizer", "tensor-model"))
+
+
+@pytest.mark.parametrize(
+    ("model", "short"),
+    [("", "--recompute-activations"), ("--num-experts 8 --moe-router-topk 2", "--moe-layer-recompute")],
+)
+def test_complete_recomputation_takes_the_place_of_a_short_flag_for_selective(model: str, short: str) -> None:
+    run = f"{RUN} {model}".split()
+    config = flags.parse([*run, short]).config
+    found = {each.flags: each.num_bytes for each in savings(config, 8, 128256, 0, TRANSFORMER_ENGINE)}
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    changed = flags.parse([*run, *full.split()]).config
+    now, then = (estimate_memory(each, 8, 128256, stage=0).total_bytes for each in (config, changed))
+    assert found[f"{full} in place of {short}"] == now - then > 0

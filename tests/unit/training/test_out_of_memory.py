@@ -11,7 +11,9 @@ import torch
 
 from megafp8.config import flags
 from megafp8.errors import DataError, OutOfMemory
+from megafp8.resources.savings import Saving
 from megafp8.training import out_of_memory
+from megafp8.training.memory_report import MemoryReport
 from megafp8.training.out_of_memory import M_ARENA_MAX, check_limits, suggestions_on_memory
 from megafp8.utils.memory import cause, is_out_of_memory
 
@@ -56,6 +58,42 @@ def test_only_settings_that_would_help_are_named(extra: str, suggestions: list[s
     assert len(found) == len(suggestions)
     assert all(line.startswith(suggestion) for line, suggestion in zip(found, suggestions, strict=True))
     assert raised.value.__cause__ is CUDA
+
+
+class Report:
+    """The used part of a `MemoryReport` on a run with GPUs."""
+
+    run = types.SimpleNamespace(platform=types.SimpleNamespace(kind="cuda"))
+    concerns = MemoryReport.concerns
+
+    def describe(self) -> str:
+        return "parts\n"
+
+    def savings(self) -> list[Saving]:
+        return [Saving("--micro-batch-size 2", 1 << 30)]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_of_device"),
+    [
+        (CUDA, True), (NCCL, True), (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), True),
+        (CPU, False), (MemoryError(), False), (RuntimeError("can't start new thread"), False),
+    ],
+)  # fmt: skip
+def test_what_saves_memory_of_the_gpu_is_no_help_for_the_host(error: Exception, is_of_device: bool) -> None:
+    with pytest.raises(OutOfMemory) as raised, suggestions_on_memory(flags.parse(FLAGS.split()).config, Report()):
+        raise error
+    assert ("parts" in str(raised.value), "by the memory model" in str(raised.value)) == (is_of_device, is_of_device)
+
+
+@pytest.mark.parametrize("part", ["describe", "savings"])
+def test_a_report_that_fails_does_not_take_the_place_of_the_error(part: str, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(Report, part, lambda self: {}["layers"])
+    config = flags.parse(FLAGS.split()).config
+    with pytest.raises(OutOfMemory, match="Tried to alloc") as raised, suggestions_on_memory(config, Report()):
+        raise CUDA
+    assert raised.value.__cause__ is CUDA and "more tensor-" in str(raised.value)
+    assert capsys.readouterr().out == "warning: no report on the memory: KeyError: 'layers'\n"
 
 
 def test_the_end_of_a_failed_capture_does_not_hide_the_cause() -> None:

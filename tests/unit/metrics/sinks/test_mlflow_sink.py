@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
 import socket
@@ -25,6 +26,7 @@ from megafp8.metrics.sinks import JsonlSink, Sinks, build_sinks, mlflow_sender, 
 from megafp8.metrics.sinks.mlflow_sender import MOST_METRICS, Destination, MlflowSender
 
 STEPS, HOST = 6, "127.0.0.1"
+ROOT = Path(__file__).resolve().parents[4]
 
 
 class Metric(NamedTuple):
@@ -34,10 +36,18 @@ class Metric(NamedTuple):
     step: int
 
 
+def refusal(text: str, error_code: str) -> Exception:
+    """An error as an `MlflowException`."""
+    error = ValueError(text)
+    error.error_code = error_code
+    return error
+
+
 class FakeClient:
     """The used part of an `MlflowClient`; it fails in the calls of `fails`, counted over all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, tracking_uri: str = "http://user:secret@one") -> None:
+        self.tracking_uri, self.deleted = tracking_uri, set[str]()
         self.points: list[Metric] = []
         self.sizes: list[int] = []
         self.params: list[tuple[str, str]] = []
@@ -49,7 +59,15 @@ class FakeClient:
             raise ConnectionError("no answer")
         self.sizes.append(len(metrics))
         self.points += metrics
-        self.params += params
+        if any(name == key and value != other for name, value in self.params for key, other in params):
+            raise refusal("Changing param values is not allowed", "INVALID_PARAMETER_VALUE")
+        self.params += [param for param in params if param not in self.params]
+
+    def get_run(self, run_id: str) -> Any:
+        if run_id not in [f"run {number + 1}" for number in range(self.num_runs)]:
+            raise refusal(f"Run with id={run_id} not found", "RESOURCE_DOES_NOT_EXIST")
+        stage = "deleted" if run_id in self.deleted else "active"
+        return types.SimpleNamespace(info=types.SimpleNamespace(lifecycle_stage=stage))
 
     def get_experiment_by_name(self, name: str) -> Any:
         return types.SimpleNamespace(experiment_id="1") if self.num_runs else None
@@ -133,6 +151,79 @@ def test_the_next_process_goes_on_where_the_last_one_ended(
     assert client.params == [("model.num_layers", "2")]
     sender(tmp_path, client, "another").send()
     assert client.num_runs == 2 and len(losses(client)) == 8, "another experiment gets all of it"
+
+
+def test_another_store_or_a_deleted_run_gets_a_new_run_with_all_records(
+    records: JsonlSink, tmp_path: Path, make_run, make_step, capsys
+) -> None:
+    """The flag is not given: MLflow has the URI from MLFLOW_TRACKING_URI, or a relative default."""
+    client, other = FakeClient(), FakeClient("http://two")
+    for record in (make_run(), make_step(1), make_step(2)):
+        records.write(record)
+    for each in (client, other, other):
+        sender(tmp_path, each).send()
+        assert losses(each) == [(1, 4.0), (2, 4.0)] and each.num_runs == 1
+    assert capsys.readouterr().out == ""
+    same_uri = FakeClient("http://two")
+    sender(tmp_path, same_uri).send()
+    assert losses(same_uri) == [(1, 4.0), (2, 4.0)]
+    assert capsys.readouterr().out.startswith("warning: MLflow lacks run run 1 of ")
+    same_uri.deleted.add("run 1")
+    sender(tmp_path, same_uri).send()
+    assert same_uri.num_runs == 2 and len(losses(same_uri)) == 4
+    same_uri.get_run = lambda run_id: 1 / 0
+    with pytest.raises(ZeroDivisionError):  # an outage is no answer
+        sender(tmp_path, same_uri).send()
+    sender(tmp_path, client).send()
+    assert "secret" not in (tmp_path / mlflow_sender.STATE_FILE).read_text()
+
+
+@pytest.mark.parametrize("code", ["INVALID_PARAMETER_VALUE", "INTERNAL_ERROR"])  # of a server, and of a store of files
+def test_settings_that_mlflow_has_otherwise_are_a_warning(
+    code: str, records: JsonlSink, tmp_path: Path, make_run, make_step, capsys, monkeypatch
+) -> None:
+    client = FakeClient()
+    for record in (make_run(config={"model": {"num_layers": 2}}), make_step(1)):
+        records.write(record)
+    client.fails = {3}  # after the tags and the settings: the process was killed before it sent a value
+    with pytest.raises(ConnectionError):
+        sender(tmp_path, client).send()
+    records.write(make_run(config={"model": {"num_layers": 3}}))
+    sender(tmp_path, client).send()
+    assert capsys.readouterr().out == "", "the next process knows that MLflow has them"
+    state = tmp_path / mlflow_sender.STATE_FILE
+    state.write_text(state.read_text().replace("true", "false"))  # it was killed between the two
+    records.write(make_run(config={"model": {"num_layers": 3}}))
+    records.write(make_step(2))
+    refuse = refusal
+    monkeypatch.setitem(globals(), "refusal", lambda text, _: refuse(text, code))
+    sender(tmp_path, client).send()
+    assert client.params == [("model.num_layers", "2")] and losses(client) == [(1, 4.0), (2, 4.0)]
+    assert capsys.readouterr().out.count("warning: MLflow refuses parameters, its run keeps those that it has") == 1
+
+
+def test_a_client_that_does_not_start_is_tried_every_few_seconds(tmp_path: Path) -> None:
+    package, attempts = tmp_path / "mlflow", tmp_path / "attempts"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "entities = None\n"
+        "def MlflowClient(uri):\n"
+        f"    print('once', file=open({str(attempts)!r}, 'a'), flush=True)\n"
+        "    raise OSError('no store')\n"
+    )
+    destination = json.dumps({"folder": str(tmp_path), "experiment": "x"})
+    started = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megafp8.metrics.sinks.mlflow_sender", destination],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+    )  # fmt: skip
+    wait_for(attempts.exists)
+    time.sleep(1)
+    output = process.communicate(".", timeout=120)[0]
+    most = 2 + (time.monotonic() - started) / mlflow_sender.INTERVAL_S  # the first and the last one, and those between
+    assert 2 <= attempts.read_text().count("once") <= most
+    assert output.count("MLflow cannot be written") == 1 and output.count("MLflow lacks the last records") == 1
 
 
 def test_a_line_that_is_not_complete_waits(records: JsonlSink, tmp_path: Path, make_run, make_step) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import socket
 import sys
 import time
+import types
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +17,7 @@ import pytest
 from megafp8.config.schema import LoggingConfig
 from megafp8.errors import CapabilityError
 from megafp8.metrics.records import EventRecord
-from megafp8.metrics.sinks import build_sinks, read_records
+from megafp8.metrics.sinks import build_sinks, prometheus, read_records
 
 HOST = "127.0.0.1"
 
@@ -64,13 +66,46 @@ def test_values_of_the_job_are_read(port: int, tmp_path: Path, make_run, make_st
         metrics(port)
 
 
-def test_a_port_in_use_is_an_error_with_the_flag_before_anything_is_written(port: int, tmp_path: Path) -> None:
+def test_a_port_in_use_stops_nothing_and_is_tried_again(
+    port: int, tmp_path: Path, make_run, make_step, capsys, monkeypatch
+) -> None:
+    """As by another run of the machine, or by one that has not ended yet."""
+    now = [0.0]
+    monkeypatch.setattr(prometheus, "time", types.SimpleNamespace(monotonic=lambda: now[0], time=time.time))
     with socket.socket() as other:
         other.bind(("", port))
         other.listen()
-        with pytest.raises(CapabilityError, match=rf"--metrics-port {port} .*in use; choose another port"):
-            build_sinks(LoggingConfig(metrics_port=port), run_folder=str(tmp_path), total_steps=3)
-    assert list(tmp_path.iterdir()) == []
+        build_sinks(LoggingConfig(metrics_port=port), run_folder=None, total_steps=3).close()
+        sinks = build_sinks(LoggingConfig(metrics_port=port), run_folder=str(tmp_path), total_steps=3)
+        sinks.write(make_run())
+        now[0] = 60.0
+        sinks.write(make_step(1))
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    message = f"warning: --metrics-port {port} cannot be written: Address already in use; training continues, and "
+    assert warnings == [f"{message}tries again every minute"] * 2, "one of each run"
+    with sinks:
+        now[0] = 119.0
+        sinks.write(make_step(2))
+        with pytest.raises(OSError):
+            metrics(port)
+        now[0] = 120.0
+        sinks.write(make_step(3))
+        assert metrics(port)["megafp8_step"] == 3
+        assert f"--metrics-port {port} can be written again; nothing was lost" in capsys.readouterr().out
+    assert len(read_records(tmp_path / "records.jsonl")) == 4
+
+
+def test_a_process_that_has_the_socket_does_not_keep_the_port(port: int, make_step, capsys) -> None:
+    """As a forked data loader, which has a copy of the descriptor. Programs that the run starts have none."""
+    first = build_sinks(LoggingConfig(metrics_port=port), run_folder=None, total_steps=3)
+    assert not os.get_inheritable(first._sinks[0]._server.fileno())
+    copy = os.dup(first._sinks[0]._server.fileno())
+    first.close()
+    with build_sinks(LoggingConfig(metrics_port=port), run_folder=None, total_steps=3) as second:
+        second.write(make_step(2))
+        assert metrics(port)["megafp8_step"] == 2
+    os.close(copy)
+    assert "warning" not in capsys.readouterr().out
 
 
 def test_a_reader_that_is_gone_and_a_dead_server_stop_nothing(port: int, tmp_path: Path, make_run, make_step) -> None:
