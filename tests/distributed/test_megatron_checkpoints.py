@@ -156,7 +156,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
             "samples": ("dp_reshardable", {"consumed_train_samples": -5}, "consumed_train_samples is -5, and has"),
             "ranks": ("dp_reshardable", {"data_parallel_size": 10**8}, "more than 131,072 ranks"),
             "stages": ("dp_reshardable", {"pipeline_model_parallel_size": 2}, "of 1 model chunks, not 2"),
-            "muon": ("dp_reshardable", {"optimizer": "muon"}, "the state of Megatron-LM's Muon"),
+            "muon": ("dp_reshardable", {"optimizer": "muon"}, "the state of Megatron-LM's --optimizer muon"),
             "epsilon": ("dp_reshardable", {"norm_epsilon": -1.0}, "--norm-epsilon -1"),
             "dropout": ("dp_reshardable", {"attention_dropout": 1e308}, r"--attention-dropout 1e\+308"),
         }  # fmt: skip

@@ -173,8 +173,8 @@ def optimizer_parts(
     """
     if updates_matrices(config):
         raise CheckpointError(
-            f"{source.path} has the state of --optimizer {config.optimizer.optimizer}, in parts that depend on its "
-            "layout: import the weights only (--no-load-optim)"
+            f"{source.path} has the state of Megatron-LM's --optimizer {config.optimizer.optimizer}, in parts that "
+            "depend on its layout: import the weights only (--no-load-optim)"
         )
     state = source.common["optimizer"]
     kind = state.get("param_state_sharding_type") if isinstance(state, dict) else None
