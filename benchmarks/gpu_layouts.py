@@ -59,6 +59,7 @@ import numpy as np  # isort: skip
 import torch  # isort: skip
 import torch.distributed as dist  # isort: skip
 
+from megafp8.analysis.profile_report import profile_text
 from megafp8.config.schema.model import ParallelConfig
 from megafp8.device.cuda_libraries import cuda_library_versions
 from megafp8.device.platform import Platform, detect_platform, init_distributed, shutdown_distributed
@@ -235,7 +236,7 @@ def profile(train: Trainer, task: Task, first_step: int) -> None:
     steps = itertools.count(first_step)
     found = gpu_profile.profiled(lambda: train(next(steps)))
     if dist.get_rank() == 0:
-        print(f"\n{task}\n{found.table()}", flush=True)
+        print(f"\n{task}\n{profile_text(found, {})}", flush=True)
 
 
 def peak_gib(platform: Platform) -> float:

@@ -37,6 +37,7 @@ import torch
 from benchmarks import timing
 from benchmarks.gpu_profile import PROFILED_STEPS, profiled
 from benchmarks.gpu_train import COMMON, MODES, SHAPES
+from megafp8.analysis.profile_report import profile_text
 from megafp8.config import flags
 from megafp8.config.schema.model import ParallelConfig
 from megafp8.mcore import cpu_patches
@@ -136,7 +137,7 @@ def measure(options: argparse.Namespace, name: str, text: str, number: int) -> T
     peak_gib = torch.cuda.max_memory_allocated() / 2**30
     if number == 0 and name in options.profile:
         groups = profiled(lambda: step(options.warm_up + options.steps + 1), options.trace)
-        print(f"\n{name}\n" + groups.table(), flush=True)
+        print(f"\n{name}\n" + profile_text(groups, {}), flush=True)
     return Timed(
         name, number, step_ms, peak_gib, losses, attention_of_process(), torch.cuda.get_device_name(), joules_per_step
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import NamedTuple, Optional
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple, Optional
 
 RECORDS = "records"
 """The part of a step in which the host makes and writes records."""
@@ -41,10 +41,14 @@ class StepTimer:
 
     Args:
         clock: monotonic, in seconds.
+
+    Attributes:
+        new_range: a context around each named span, from its name; a profile sets it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
         self._clock = clock
+        self.new_range: Callable[[str], AbstractContextManager[Any]] = nullcontext
         self._current: Optional[str] = None
         self.start()
 
@@ -73,7 +77,8 @@ class StepTimer:
         self._count()
         outer, self._current = self._current, name
         try:
-            yield
+            with nullcontext() if name is None else self.new_range(name):
+                yield
         finally:
             self._count()
             self._current = outer

@@ -67,6 +67,16 @@ def pipeline_group(run: PlannedRun) -> RankGroup:
     return RankGroup(run.pipeline, run.tensor * run.context * (1 if is_inner else run.data))
 
 
+def peak_bytes_per_s(run: PlannedRun, group: RankGroup) -> float:
+    """Bandwidth of one rank in a ring of the group: that of the links, of which no part is lost."""
+    in_node, num_nodes = _placement(run, group)
+    return (
+        run.gpu.link_bytes_per_s
+        if num_nodes == 1
+        else min(run.gpu.link_bytes_per_s, in_node * run.gpu.network_bytes_per_s)
+    )
+
+
 def ring_collective_s(run: PlannedRun, group: RankGroup, total_bytes: float) -> float:
     """Seconds of an all-gather or reduce-scatter of `total_bytes`. An all-reduce takes twice as long."""
     if group.size == 1:

@@ -40,7 +40,8 @@ class LayerTime:
     wgrad: float = 0.0
     attention: float = 0.0
     norms: float = 0.0
-    """Norms and residual additions."""
+    additions: float = 0.0
+    """Of residuals."""
     rotary: float = 0.0
     activation: float = 0.0
     permutation: float = 0.0
@@ -55,7 +56,7 @@ class LayerTime:
     @property
     def memory_bound(self) -> float:
         """Memory-bound operations other than casts."""
-        return self.norms + self.rotary + self.activation + self.permutation
+        return self.norms + self.additions + self.rotary + self.activation + self.permutation
 
     @property
     def total(self) -> float:
@@ -122,7 +123,8 @@ def forward_time(run: PlannedRun, recipe: str, has_experts: bool = False) -> Lay
         fprop=layer_gemms_s(run, recipe, "fprop", has_experts),
         attention=attention_s(run) * ATTENTION_FORWARD_FRACTION,
         # Two norms (read, write) and two residual additions (read, read, write).
-        norms=run.memory_s(BF16_BYTES * residual * (2 * 2 + 2 * 3)),
+        norms=run.memory_s(BF16_BYTES * residual * 2 * 2),
+        additions=run.memory_s(BF16_BYTES * residual * 2 * 3),
         rotary=run.memory_s(BF16_BYTES * 2 * qkv),
         # When the activation is fused with the cast that follows, its result is neither written nor read.
         activation=run.memory_s(BF16_BYTES * ffn * (num_fc1_outputs + 1 - 2 * is_fused)),
@@ -148,7 +150,8 @@ def backward_time(run: PlannedRun, recipe: str, has_experts: bool = False) -> La
         attention=attention_s(run) * (1 - ATTENTION_FORWARD_FRACTION),
         # Two norms (read input and gradient, write) and two gradient additions. Fused with the MLP's norm, one addition
         # saves a write and a read.
-        norms=run.memory_s(BF16_BYTES * residual * (2 * 3 + 2 * 3 - 2 * run.config.precision.residual_norm_fusion)),
+        norms=run.memory_s(BF16_BYTES * residual * 2 * 3),
+        additions=run.memory_s(BF16_BYTES * residual * (2 * 3 - 2 * run.config.precision.residual_norm_fusion)),
         rotary=run.memory_s(BF16_BYTES * rotary_passes * qkv),
         activation=run.memory_s(BF16_BYTES * ffn * (1 + 2 * num_fc1_outputs - 2 * num_fc1_outputs * is_fused)),
         casts=cast_s(run, recipe, num_grads, len(linears)) + packing_s(run, has_experts),
@@ -197,7 +200,7 @@ def recompute_s(run: PlannedRun, forward: LayerTime, num_layers: int, experts_s:
         return fraction * forward.total
     modules = derived.recompute_modules(training)
     seconds = forward.attention if "core_attn" in modules else 0.0
-    seconds += forward.norms / 2 if "layernorm" in modules else 0.0
+    seconds += (forward.norms + forward.additions) / 2 if "layernorm" in modules else 0.0
     if experts_s is not None:
         return seconds + (experts_s if "moe" in modules else 0.0)
     if "mlp" in modules:

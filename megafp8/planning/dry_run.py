@@ -36,7 +36,7 @@ from megafp8.planning.host_memory import checkpoint_memory, host_memory_text
 from megafp8.planning.mixture_time import exchanged_bytes
 from megafp8.planning.newton_schulz import newton_schulz_lines
 from megafp8.planning.planned_run import PlannedRun, attention_lines, documents_of
-from megafp8.planning.step_time import step_time
+from megafp8.planning.step_time import step_time, step_time_problem
 from megafp8.resources import micro_batch
 from megafp8.resources.automatic import Choice
 from megafp8.resources.memory import cuda_graph_memory_bytes, estimate_stages
@@ -349,14 +349,11 @@ def speed_text(
     document_length: Optional[float],
 ) -> str:  # fmt: skip
     """The planner's prediction of the step time, or why there is none."""
-    gpu, precision = gpu_of(target), config.precision
+    gpu = gpu_of(target)
     problem = (
         f"the planner does not know {target.name}" if gpu is None
         else f"{implementation} layers" if not implementation.has_step_time_model
-        else "--precision with experts" if is_mixture(config.model) and precision.precision_map
-        else "weights in FP32" if derived.params_dtype(precision) == "fp32"
-        else "--fp8-schedule changes the precision" if precision.fp8_schedule is not None
-        else None
+        else step_time_problem(config)
     )  # fmt: skip
     if gpu is None or problem is not None:
         return f"speed: not predicted ({problem})"

@@ -24,6 +24,7 @@ from typing import Optional
 from megafp8.config import derived, dimensions, iterations, mixture, model_shapes, multi_token, precision_map, stages
 from megafp8.config.fused_adam import fused_adam_problem
 from megafp8.config.optimizers import updates_matrices
+from megafp8.config.schema import RunConfig
 from megafp8.planning import communication, compute
 from megafp8.planning.mixture_time import exchanged_bytes, experts_time, is_one_launch
 from megafp8.planning.newton_schulz import newton_schulz_s
@@ -154,6 +155,16 @@ class StageTime:
     def seconds(self) -> float:
         """Forward and backward."""
         return self.forward + self.backward
+
+
+def step_time_problem(config: RunConfig) -> Optional[str]:
+    """Why the model does not hold for a configuration; None if it does."""
+    precision = config.precision
+    if mixture.is_mixture(config.model) and precision.precision_map:
+        return "--precision with experts"
+    if derived.params_dtype(precision) == "fp32":
+        return "weights in FP32"
+    return "--fp8-schedule changes the precision" if precision.fp8_schedule is not None else None
 
 
 def step_time(run: PlannedRun) -> StepTime:

@@ -123,7 +123,7 @@ ARGUMENTS = {
     "tools/plot_telemetry.py": ["{}", "run --output-dir {}"],
     "tools/preprocess_data.py": ["--input {} --output-prefix o", "--input a --output-prefix {} --vocab-file f"],
     "tools/precision_table.py": ["--output-dir {}", "--output-dir out -- --data-path {}"],
-    "tools/report.py": ["{}", "run --output-dir {}"],
+    "tools/report.py": ["{}", "run --output-dir {}", "profile {}"],
     "tools/run_comparison.py": ["--output-dir {}", "--output-dir out -- --data-path {}"],
     "tools/scaling_report.py": ["{}", "study --output-dir {}"],
     "tools/train_tokenizer.py": ["--vocab-size 300 --model-prefix m --input {}"],

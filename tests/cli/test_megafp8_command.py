@@ -27,6 +27,7 @@ SHARED_MODULES = {
     "stability_checkpoint",
     "progress_display",
     "command_flags",
+    "profile_report",
     "goodput_flags",
     "built_in_data",
     "training_pool",

@@ -2,37 +2,65 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Optional
 
 import torch
+from torch.profiler import ProfilerAction
 
+from megafp8.metrics.records import EventRecord
 from megafp8.metrics.timers import PROFILE
 from megafp8.training.extension import Extension, LoopState
+from megafp8.training.extensions.profiler_ranges import named_ranges
 from megafp8.training.run import Run, run_folder
 from megafp8.training.step import StepResult
 from megafp8.utils.best_effort import optional_write
 
+RECORDED = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
+
 
 class Profiler(Extension):
-    """Profiles steps `--profile-step-start` to `--profile-step-end`, counted from the start of this process."""
+    """Profiles steps `--profile-step-start` to `--profile-step-end`, counted from the start of this process.
 
-    profile: Optional[torch.profiler.profile] = None
+    Only these steps have ranges.
+    """
+
+    def __init__(self) -> None:
+        self.profile: Optional[torch.profiler.profile] = None
+        self.ranges, self.has_ranges = ExitStack(), False
 
     def open(self, state: LoopState) -> None:
         logging = state.run.config.logging
         if logging.profile and state.run.rank_position.rank in logging.profile_ranks:
             self.profile = build_profile(state.run)
             self.profile.start()
+            self.update_ranges(state)
 
     def after_step(self, state: LoopState, result: StepResult) -> None:
         if self.profile is not None:
             with state.run.timer.span(PROFILE):
                 self.profile.step()
+                self.update_ranges(state)
 
     def close(self, state: LoopState, error: Optional[BaseException]) -> None:
+        self.ranges.close()
         if self.profile is not None:
             self.profile.stop()
+
+    def update_ranges(self, state: LoopState) -> None:
+        """Add the ranges if the next step is the first profiled one, and remove them after the last."""
+        assert self.profile is not None
+        is_recorded = self.profile.current_action in RECORDED
+        if is_recorded and not self.has_ranges:
+            run = state.run
+            self.ranges.enter_context(named_ranges(run.training_state.chunks, run.timer))
+            if run.graph.has_graphs:
+                detail = "replays of a CUDA graph have no ranges of layers: --cuda-graph-impl none shows them"
+                state.sinks.write(EventRecord(step=state.step, name="profile", detail=detail))
+        elif not is_recorded:
+            self.ranges.close()
+        self.has_ranges = is_recorded
 
 
 def build_profile(run: Run) -> torch.profiler.profile:
