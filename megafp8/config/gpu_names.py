@@ -52,6 +52,6 @@ def gpu_type(*others: str, kind: str = "GPUs") -> NameType:
     """argparse `type` of the name of a GPU, or of one of `others`."""
     return NameType(
         (*others, *COMPUTE_CAPABILITIES), kind,
-        "for one like these: --gpu-memory-gib, --gpu-peak-tflops",
+        "others: --gpu-memory-gib, --gpu-peak-tflops",
         spelling=spelled, similarity=0.7, count=3,  # one letter of four
     )  # fmt: skip

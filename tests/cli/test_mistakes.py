@@ -65,7 +65,7 @@ FLAGS = {
     f"{PLAN} --target rtx4080": (64, "rtx4080; did you mean rtx4090 or rtx5090? (known machines: cpu, a100,"),
     f"{PLAN} --gpu-memory-gib 48": (64, "add --target with the most similar GPU, or remove them"),
     "plan --gpus 8 --gpu mi300x": (
-        64, "gb10); for one like these: --gpu-memory-gib, --gpu-peak-tflops"
+        64, "gb10); others: --gpu-memory-gib, --gpu-peak-tflops"
     ),
     "plan --gpus 8 --gpu H10": (64, "did you mean h100? (known GPUs: a100,"),
     "plan --gpus 8 --gpu l40s --gpu-memory-gib 0": (64, "--gpu-memory-gib 0: must be above 0"),

@@ -89,7 +89,7 @@ def test_gpus_are_known_as_people_spell_them(spelling: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["RTX 4090 Laptop GPU", "RTX 4090 D", "A10", "H20-3e", "RTX 6000 Ada"])
 def test_another_gpu_of_a_similar_name_is_not_a_known_one(name: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="for one like these: --gpu-memory-gib"):
+    with pytest.raises(argparse.ArgumentTypeError, match="others: --gpu-memory-gib"):
         gpu_type()(name)
     assert find_gpu(f"NVIDIA {name}") is None
 

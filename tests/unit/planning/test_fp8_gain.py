@@ -91,4 +91,4 @@ def test_a_precision_map_is_planned_and_gives_a_warning(base: dict[str, None]) -
 @pytest.mark.parametrize(("name", "gpu"), [("NVIDIA H200", "h200"), ("h100", "h100"), ("NVIDIA GB200", "gb200")])
 def test_gpus_are_found_by_short_and_full_name(name: str, gpu: str) -> None:
     assert find_gpu(name) is GPUS[gpu]
-    assert find_gpu("NVIDIA H200 NVL") is None
+    assert find_gpu("NVIDIA H200 MIG 1g.18gb") is None
