@@ -149,7 +149,6 @@ SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     },
     "docs/performance.md": {
         "megafp8 pretrain --model-preset llama-1b": {"llama-1b": "tiny", "50303": "255", END: f"{SHAPE} {SHORT}"},
-        "megafp8 pretrain --model-preset tiny": {END: SHAPE},
     },
     "docs/precision.md": {
         "megafp8 pretrain": {END: f"--seq-length 32 {SHORT} --fp8-schedule bf16:1,fp8:3,bf16"},

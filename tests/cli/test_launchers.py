@@ -73,7 +73,7 @@ def test_one_job_file_is_a_script_and_a_manifest(launcher, tmp_path: Path, capsy
     own = ["--kind", "jobset", "--rdma", "rdma/ib=4", "--node-selector", "zone=a"]
     assert kubernetes.main([example, *own]) == 0
     told = capsys.readouterr().out
-    assert "kind: JobSet\n" in told and "rdma/ib: 4\n" in told and "zone: a\n" in told
+    assert "kind: JobSet\n" in told and "rdma/ib: 4\n" in told and 'zone: "a"\n' in told
     assert kubernetes.main([example, "--rdma", "rdma/ib"]) == 64
     assert "--rdma rdma/ib: RESOURCE=N" in capsys.readouterr().err
     assert launcher.main([example, "--dry-run"]) == 0
