@@ -164,6 +164,13 @@ _HGX = "memory: nvidia-smi's total; others: NVIDIA datasheet; network: 8 x 400 G
 _GH200 = "NVIDIA GH200 datasheet; network: assumed, 400 Gb/s a GPU"
 _NVL72 = "memory: nvidia-smi's total; others: NVIDIA NVL72 datasheets, a 72nd; network: 400 Gb/s a GPU (GB300: 800)"
 _CARD = "memory: nvidia-smi's total; others: NVIDIA datasheet, without NVLink bridges; network: assumed, 200 Gb/s a GPU"
+_of_hgx = functools.partial(Gpu, link_bytes_per_s=450e9, network_bytes_per_s=50e9, source=_HGX)
+_card = functools.partial(
+    Gpu, link=PCIE, link_bytes_per_s=PCIE5_BYTES_PER_S, network_bytes_per_s=25e9, source=_CARD
+)  # fmt: skip
+_gh200 = functools.partial(
+    Gpu, num_sms=132, link=PCIE, link_bytes_per_s=50e9, network_bytes_per_s=50e9, gpus_per_node=1, source=_GH200
+)  # fmt: skip
 GPUS: Mapping[str, Gpu] = MappingProxyType(
     {
         gpu.name: gpu
@@ -178,47 +185,38 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
                 hbm_bytes_per_s=1.555e12, link_bytes_per_s=300e9, network_bytes_per_s=25e9,
                 source="memory: nvidia-smi's total; others: NVIDIA A100 datasheet; network: DGX A100, 8 x 200 Gb/s",
             ),
-            Gpu(
+            _card(
                 name="l40s", device_name="L40S", num_sms=142, memory_bytes=46_068 * MIB, hbm_bytes_per_s=864e9,
-                link=PCIE, link_bytes_per_s=PCIE4_BYTES_PER_S, network_bytes_per_s=25e9, source=_CARD,
+                link_bytes_per_s=PCIE4_BYTES_PER_S,
             ),
-            Gpu(
+            _card(
                 name="rtx4090", device_name="GeForce RTX 4090", num_sms=128, memory_bytes=24_564 * MIB,
-                hbm_bytes_per_s=1.008e12, link=PCIE, link_bytes_per_s=PCIE4_BYTES_PER_S, network_bytes_per_s=25e9,
-                source=_CARD,
+                hbm_bytes_per_s=1.008e12, link_bytes_per_s=PCIE4_BYTES_PER_S,
             ),
-            Gpu(
+            _of_hgx(
                 name="h100", device_name="H100 80GB HBM3", num_sms=132, memory_bytes=81_559 * MIB,
-                hbm_bytes_per_s=3.35e12, link_bytes_per_s=450e9, network_bytes_per_s=50e9, source=_HGX,
+                hbm_bytes_per_s=3.35e12,
             ),
-            Gpu(
+            _card(
                 name="h100-pcie", device_name="H100 PCIe", num_sms=114, memory_bytes=81_559 * MIB,
-                hbm_bytes_per_s=2.0e12, link=PCIE, link_bytes_per_s=PCIE5_BYTES_PER_S, network_bytes_per_s=25e9,
-                source=_CARD,
+                hbm_bytes_per_s=2.0e12,
             ),
-            Gpu(
-                name="h100-nvl", device_name="H100 NVL", num_sms=132, memory_bytes=95_830 * MIB,
-                hbm_bytes_per_s=3.9e12, link=PCIE, link_bytes_per_s=PCIE5_BYTES_PER_S, network_bytes_per_s=25e9,
-                source=_CARD,
+            _card(
+                name="h100-nvl", device_name="H100 NVL", num_sms=132, memory_bytes=95_830 * MIB, hbm_bytes_per_s=3.9e12,
             ),
-            Gpu(
+            _of_hgx(
                 name="h200", device_name="H200", num_sms=132, memory_bytes=143_771 * MIB, hbm_bytes_per_s=4.8e12,
-                link_bytes_per_s=450e9, network_bytes_per_s=50e9, source=_HGX,
             ),
-            Gpu(
+            _card(
                 name="h200-nvl", device_name="H200 NVL", num_sms=132, memory_bytes=143_771 * MIB,
-                hbm_bytes_per_s=4.8e12, link=PCIE, link_bytes_per_s=PCIE5_BYTES_PER_S, network_bytes_per_s=25e9,
-                source=_CARD,
+                hbm_bytes_per_s=4.8e12,
             ),
             # One beside its CPU: others are reached by the network.
-            Gpu(
-                name="gh200", device_name="GH200 480GB", num_sms=132, memory_bytes=97_871 * MIB, hbm_bytes_per_s=4.0e12,
-                link=PCIE, link_bytes_per_s=50e9, network_bytes_per_s=50e9, gpus_per_node=1, source=_GH200,
+            _gh200(
+                name="gh200", device_name="GH200 480GB", memory_bytes=97_871 * MIB, hbm_bytes_per_s=4.0e12,
             ),
-            Gpu(
-                name="gh200-144gb", device_name="GH200 144G HBM3e", num_sms=132, memory_bytes=147_456 * MIB,
-                hbm_bytes_per_s=4.9e12, link=PCIE, link_bytes_per_s=50e9, network_bytes_per_s=50e9, gpus_per_node=1,
-                source=_GH200,
+            _gh200(
+                name="gh200-144gb", device_name="GH200 144G HBM3e", memory_bytes=147_456 * MIB, hbm_bytes_per_s=4.9e12,
             ),
             Gpu(
                 name="h20", device_name="H20", num_sms=78, memory_bytes=97_871 * MIB, hbm_bytes_per_s=4.0e12,
@@ -226,9 +224,9 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
                 source="memory: nvidia-smi's total; others: NVIDIA HGX H20 product brief, as resellers quote it; "
                 "network: as of a DGX H100",
             ),
-            Gpu(
+            _of_hgx(
                 name="b200", device_name="B200", num_sms=148, memory_bytes=183_359 * MIB, hbm_bytes_per_s=8e12,
-                link_bytes_per_s=900e9, network_bytes_per_s=50e9, source=_HGX,
+                link_bytes_per_s=900e9,
             ),
             Gpu(
                 name="gb200", device_name="GB200", num_sms=148, memory_bytes=189_471 * MIB, hbm_bytes_per_s=8e12,
@@ -243,15 +241,13 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
                 name="gb300", device_name="GB300", num_sms=148, memory_bytes=284_208 * MIB, hbm_bytes_per_s=8e12,
                 link_bytes_per_s=900e9, network_bytes_per_s=100e9, gpus_per_node=64, source=_NVL72,
             ),
-            Gpu(
+            _card(
                 name="rtx5090", device_name="GeForce RTX 5090", num_sms=170, memory_bytes=32_607 * MIB,
-                hbm_bytes_per_s=1.792e12, link=PCIE, link_bytes_per_s=PCIE5_BYTES_PER_S, network_bytes_per_s=25e9,
-                source=_CARD,
+                hbm_bytes_per_s=1.792e12,
             ),
-            Gpu(
+            _card(
                 name="rtxpro6000", device_name="RTX PRO 6000 Blackwell Workstation Edition", num_sms=188,
-                memory_bytes=97_887 * MIB, hbm_bytes_per_s=1.792e12, link=PCIE, link_bytes_per_s=PCIE5_BYTES_PER_S,
-                network_bytes_per_s=25e9, source=_CARD,
+                memory_bytes=97_887 * MIB, hbm_bytes_per_s=1.792e12,
             ),
             Gpu(
                 # Its memory is the CPU's, too: what the system takes is not there for training.
