@@ -16,6 +16,7 @@ from pathlib import Path
 
 from megafp8.utils.files import atomic_write
 from megafp8.utils.object_store import ObjectError, ObjectFolder, is_usable
+from megafp8.utils.process import package_environment
 from megafp8.utils.strict_json import parse_json
 
 
@@ -52,11 +53,9 @@ def fetch_range(folder: ObjectFolder, name: str, first: int, num_bytes: int, eta
 @functools.cache
 def _child(pid: int) -> subprocess.Popen[str]:
     """The process that reads for the process `pid`, which is this one: a fork must not use that of its parent."""
-    package = str(Path(__file__).resolve().parents[2])
-    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.Popen(
         [sys.executable, "-m", "megafp8.utils.object_fetcher"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        text=True, env=package_environment(),
     )  # fmt: skip
 
 

@@ -76,6 +76,13 @@ def current_process() -> Process:
     return Process(os.uname().nodename, pid_namespace(), os.getpid(), started, job_id())
 
 
+def package_environment() -> dict[str, str]:
+    """The environment of a child process that runs a module of this package, also of a checkout."""
+    package = str(Path(__file__).resolve().parents[2])
+    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
 def job_id() -> Optional[str]:
     """Id of the Slurm job or JobSet of this process, which its restarts share; None outside of both."""
     return os.environ.get(SLURM_JOB_VARIABLE) or os.environ.get(JOBSET_VARIABLE) or None

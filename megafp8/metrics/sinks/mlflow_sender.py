@@ -33,7 +33,7 @@ from megafp8.metrics.records import (
     StepRecord,
     from_json,
 )
-from megafp8.metrics.sinks.trackers import scalars
+from megafp8.metrics.sinks.trackers import labels, scalars
 from megafp8.utils.best_effort import Outage, reason_of, warn
 from megafp8.utils.files import UnreadableFile, atomic_write_json, open_regular
 from megafp8.utils.process import STOP_SIGNALS
@@ -193,8 +193,8 @@ class MlflowSender:
         """Settings as parameters, which MLflow does not let change: a resumed run has those of its first start."""
         state = self._state
         assert state is not None
-        tags = {"recipe": record.recipe, "device": record.device_name, "ranks": str(record.world_size)}
-        self._client.log_batch(state.run_id, tags=[self._entities.RunTag(*tag) for tag in tags.items()])
+        tags = [self._entities.RunTag(*label) for label in labels(record).items()]
+        self._client.log_batch(state.run_id, tags=tags)
         if state.has_settings:
             return
         params = [

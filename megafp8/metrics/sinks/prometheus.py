@@ -17,7 +17,7 @@ from typing import Any
 
 from megafp8.errors import CapabilityError
 from megafp8.metrics.records import EvalRecord, EventRecord, Record, RunRecord, StepRecord
-from megafp8.metrics.sinks.trackers import scalars
+from megafp8.metrics.sinks.trackers import labels, scalars
 from megafp8.utils.best_effort import Outage
 
 PREFIX = "megafp8_"
@@ -72,7 +72,7 @@ class PrometheusSink:
         if self._server is None and time.monotonic() - self._tried_at >= RETRY_S:
             self._open()
         if isinstance(record, RunRecord):
-            self._info = {"recipe": record.recipe, "device": record.device_name, "ranks": str(record.world_size)}
+            self._info = labels(record)
         elif isinstance(record, EventRecord):
             self._events[record.name] += 1
         elif isinstance(record, EvalRecord):

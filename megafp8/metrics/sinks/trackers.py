@@ -41,6 +41,7 @@ from megafp8.metrics.records import (
     TensorStats,
 )
 from megafp8.utils.best_effort import LogFile, Outage
+from megafp8.utils.process import package_environment
 
 # First event of a file, which readers require.
 FILE_VERSION = "brain.Event:2"
@@ -278,13 +279,11 @@ class MlflowSink:
             "tracking_uri": logging.mlflow_tracking_uri,
             "last_step": last_step,
         }
-        package = str(Path(__file__).resolve().parents[3])
-        paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process: Optional[subprocess.Popen[bytes]] = None
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "megafp8.metrics.sinks.mlflow_sender", json.dumps(destination)],
-                stdin=subprocess.PIPE, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+                stdin=subprocess.PIPE, env=package_environment(),
             )  # fmt: skip
         except OSError as error:
             self._outage.failed(error)
@@ -320,6 +319,11 @@ TENSOR_FIELDS = ("amax", "num_non_finite", "quant_scale_min", "quant_scale_max",
                  "outlier_octaves", "update_to_weight", "codes_changed_fraction")  # fmt: skip
 MODEL_FIELDS = ("gradient_signal", "gradient_noise", "gradient_noise_scale", "gradient_snr", "update_to_weight",
                 "codes_changed_fraction")  # fmt: skip
+
+
+def labels(record: RunRecord) -> dict[str, str]:
+    """What tells runs apart."""
+    return {"recipe": record.recipe, "device": record.device_name, "ranks": str(record.world_size)}
 
 
 def scalars(record: ScalarRecord, *, with_memory: bool = True, with_timers: bool = True) -> dict[str, float]:
