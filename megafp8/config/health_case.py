@@ -42,11 +42,6 @@ class HealthCase:
         return [registry.get(name) for name in self.choice.recipes]
 
     @property
-    def is_stateful(self) -> bool:
-        """Whether one of the recipes keeps an amax history."""
-        return any(recipe.is_stateful for recipe in self.recipes)
-
-    @property
     def has_four_bits(self) -> bool:
         """Whether one of the recipes is of FP4."""
         return any(recipe.family == "fp4" for recipe in self.recipes)

@@ -89,6 +89,11 @@ class LinearChoice(NamedTuple):
         """The recipes of the quantized GEMMs, each once."""
         return tuple(dict.fromkeys(choice.recipe for choice in self if choice.recipe is not None))
 
+    @property
+    def is_stateful(self) -> bool:
+        """Whether one of the recipes keeps an amax history."""
+        return any(registry.get(recipe).is_stateful for recipe in self.recipes)
+
 
 class MapFileEntry(str):
     """The text of an entry from a file.

@@ -332,7 +332,7 @@ def unsupported_precision_map(config: RunConfig) -> list[str]:
             )
         if is_delayed and name != OUTPUT_LAYER:
             found.setdefault("history", f"{entry}: {_BY_BLOCK}")
-        elif any(registry.get(recipe).is_stateful for recipe in chosen.recipes):
+        elif chosen.is_stateful:
             found.setdefault("history", f"{entry}: {_NOT_SAVED}")
         elif name == OUTPUT_LAYER and config.model.share_embeddings_and_output_weights:
             found[OUTPUT_LAYER] = (

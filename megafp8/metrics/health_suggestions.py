@@ -83,13 +83,13 @@ def fallbacks(case: HealthCase) -> Iterator[str]:
 
 def current_scaling(case: HealthCase) -> Iterator[str]:
     """Current scaling in place of delayed scaling."""
-    if case.is_stateful:
+    if case.choice.is_stateful:
         yield from fallbacks(case)
 
 
 def longer_amax_history(case: HealthCase) -> Iterator[str]:
     """A longer amax history, whose scales leave room for amaxes of earlier steps."""
-    if case.is_stateful:
+    if case.choice.is_stateful:
         length = max(LONG_AMAX_HISTORY, 2 * case.precision.fp8_amax_history_len)
         words = f"--fp8-amax-history-len {length} --fp8-amax-compute-algo max"
         yield f"{words}, which leaves headroom in the scales"
@@ -134,7 +134,7 @@ def for_nonfinite_values(case: HealthCase) -> Iterator[str]:
 def for_saturation(case: HealthCase) -> Iterator[str]:
     """Quantization scales that are too large for their values."""
     yield from current_scaling(case)
-    if case.is_stateful:
+    if case.choice.is_stateful:
         yield f"--fp8-margin {case.precision.fp8_margin + 1}"
     yield from longer_amax_history(case)
     if case.has_four_bits:

@@ -42,7 +42,6 @@ from torch import Tensor
 from megafp8.config.guarded_linears import SWIGLU_OUTPUT
 from megafp8.config.precision_map import LinearChoice, is_quantized, resolve
 from megafp8.config.schema import ModelConfig, PrecisionConfig
-from megafp8.recipes import registry
 from megafp8.recipes.formats import E4M3
 
 ALIGNMENT = "SwiGLU alignment"
@@ -135,8 +134,7 @@ def suggestion_text(statistic: str, name: str, model: ModelConfig, precision: Pr
     layer = ".".join(name.split(".")[:2])
     choices, has_fp8_weights = resolve(model, precision), precision.fp8_param_gather
     output = choices.get(f"{layer}.{SWIGLU_OUTPUT}", LinearChoice())
-    is_stateful = any(registry.get(recipe).is_stateful for recipe in output.recipes)
-    can_smooth = model.swiglu and output.is_quantized and not is_stateful
+    can_smooth = model.swiglu and output.is_quantized and not output.is_stateful
     is_useful = {
         SMOOTH: smoothing_helps(statistic, name) and can_smooth and guard != "smooth-swiglu" and not has_fp8_weights,
         MOVE: guard != "bf16-layer" and not has_fp8_weights and is_quantized(precision),

@@ -207,10 +207,8 @@ def with_epochs(
         except (ConfigError, DataError, ValueError) as error:
             problems.append(f"{flag}: {error}; give --train-iters")
         else:
-            steps, length = (
-                math.ceil(num_epochs * samples / batch),
-                f"{samples:,} samples = {samples / batch:,.1f} steps",
-            )
+            steps = math.ceil(num_epochs * samples / batch)
+            length = f"{samples:,} samples = {samples / batch:,.1f} steps"
             warnings.append(f"{flag}: --train-iters {steps:,} (an epoch is {length})")
     return with_values(config, {"training.train_iters": steps})
 
