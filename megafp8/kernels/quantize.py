@@ -288,13 +288,15 @@ def squared_error(x, quant, dequant, unit, IS_TALL: tl.constexpr, IS_WIDE: tl.co
     x = x.to(tl.float32)
     error = x * unit - round_to_value(x * quant, None, FORMAT) * dequant
     error = error * error
+    # One return: Triton gives those of all branches one type, also of branches that a constant excludes.
     if not IS_WIDE:
-        return pair_sums(tl.permute(error, (1, 2, 0)))[None, :, :]
-    sums = pair_sums(error)
-    if IS_TALL:
-        sums = pair_sums(tl.permute(sums, (1, 0))[None, :, :])
-        return tl.permute(sums, (1, 0))[None, :, :]
-    return sums[:, :, None]
+        sums = pair_sums(tl.permute(error, (1, 2, 0)))[None, :, :]
+    elif IS_TALL:
+        sums = pair_sums(tl.permute(pair_sums(error), (1, 0))[None, :, :])
+        sums = tl.permute(sums, (1, 0))[None, :, :]
+    else:
+        sums = pair_sums(error)[:, :, None]
+    return sums
 
 
 @triton.jit
