@@ -45,6 +45,7 @@ from megafp8.mcore import cpu_patches
 cpu_patches.install()
 
 from megafp8.checkpoint.progress import Progress
+from megafp8.device.cuda_libraries import cuda_library_versions
 from megafp8.device.energy import EnergyCounter, has_library
 from megafp8.device.platform import detect_platform, init_distributed
 from megafp8.training.checks import ValidatedRun, check
@@ -255,6 +256,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     import_everything()
     method = start_method()
     print(f"each build is a process: {method}", flush=True)
+    versions = in_process(method, cuda_library_versions)  # here it would keep later builds from being forked
     done: list[Timed] = []
     failures: dict[str, str] = {}
     for number in range(options.rounds):
@@ -276,7 +278,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
                 failures[name] = str(error)
                 print(f"{name} failed:\n{failures[name]}", flush=True)
             if options.json:
-                timing.write_json(options.json, {"options": vars(options), "done": done, "failures": failures})
+                result = {"cuda_versions": versions, "options": vars(options), "done": done, "failures": failures}
+                timing.write_json(options.json, result)
     rows = rows_of(done, next(iter(modes)))
     header = ("mode", "step ms", f"speed to {next(iter(modes))} [range]", "peak GiB", "losses", "attention")
     cells = [

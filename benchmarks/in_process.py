@@ -1,4 +1,4 @@
-"""Runs of megafp8 inside the benchmark's process, on one CPU rank and one thread, several concurrently.
+"""Runs of megafp8 inside the benchmark's process, on one rank and one thread, on a CPU several concurrently.
 
 megatron-core keeps process groups and random states per process. Runs of one layout can share both: each has its own
 configuration, model, optimizer and schedule, and without dropout none draws random numbers during training.
@@ -56,13 +56,13 @@ def start_run(text: str) -> Run:
     Raises:
         ConfigError: the flags contradict each other.
     """
-    assert not torch.cuda.is_available(), "a benchmark of CPU ranks: hide the GPUs with CUDA_VISIBLE_DEVICES="
     validated = validated_flags(text)
     return build_training_run(validated.invocation.config, detect_platform(), validated.implementation)
 
 
 def add_run(first: Run, text: str) -> Run:
     """Another run in the groups of the first, on the same data; it differs in numbers only, not in layout or sizes."""
+    assert not torch.cuda.is_available(), "a benchmark of CPU ranks: hide the GPUs with CUDA_VISIBLE_DEVICES="
     validated = validated_flags(text)
     config, implementation, world_size = (
         validated.invocation.config,

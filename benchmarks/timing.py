@@ -170,9 +170,10 @@ def profile_calls(run: Callable[[], Any], repeats: int, within: str) -> list[tup
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:
-    """Write a benchmark's result for machines to read, with the versions of the CUDA libraries."""
+    """Write a benchmark's result for machines to read, with the versions of the CUDA libraries unless it has them."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    result = {"cuda_versions": cuda_library_versions(), **result}
+    if "cuda_versions" not in result:
+        result = {"cuda_versions": cuda_library_versions(), **result}
     path.write_text(json.dumps(result, indent=2, default=plain) + "\n", encoding="utf-8")
 
 

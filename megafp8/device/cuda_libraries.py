@@ -17,7 +17,7 @@ NVML_VERSION_BYTES = 80  # NVML_SYSTEM_DRIVER_VERSION_BUFFER_SIZE
 def cuda_library_versions() -> dict[str, Optional[str]]:
     """Versions of cuBLASLt, cuDNN, NCCL, NVSHMEM and the driver, by these names; None where one is absent.
 
-    No library is loaded for this but the driver's NVML, and no CUDA context is created.
+    No library is loaded for this but the driver's NVML. It may initialize CUDA: later forks cannot use a GPU.
     """
     return {
         "cuBLASLt": _cublaslt(),
