@@ -97,7 +97,8 @@ setup(
             "pandas",  # of megafp8.read_records
             "torchao",
             "playwright",
-            "prometheus-client",  # mlflow is not here: it excludes the importlib_metadata of constraints.txt
+            "prometheus-client",
+            "mlflow-skinny",
         ],
     },
 )
