@@ -115,9 +115,14 @@ def train(
     if batch.is_stopping:
         print("stopped by a signal; the same command resumes", file=sys.stderr)
         return PREEMPTED
-    failed = [each.run.name for each in outcomes if not each.is_done and each.exit_status not in results]
+    failed = [each for each in outcomes if not each.is_done and each.exit_status not in results]
     if failed:
-        print(f"{len(failed)} of {len(runs)} runs are not done: {', '.join(failed)}", file=sys.stderr)
+        names = ", ".join(each.run.name for each in failed)
+        print(f"{len(failed)} of {len(runs)} runs are not done: {names}", file=sys.stderr)
+    num_without_memory = sum("out of memory" in each.reason + each.tail for each in failed)
+    if num_without_memory and len(set(gpus)) < len(gpus):
+        advice = "with fewer --runs-per-gpu the same command trains what is left"
+        print(f"{num_without_memory} of them lacked memory: {advice}", file=sys.stderr)
     return INTERNAL if failed else 0
 
 

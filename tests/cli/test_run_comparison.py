@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -265,6 +266,17 @@ def test_a_trunk_that_fails_leaves_the_others_forks(compare, tmp_path: Path, mon
                              flags=FORKED)  # fmt: skip
     assert started == [["trunk/seed7", "trunk/seed8"], ["bf16/seed8-step4", "bf16-control/seed8-step4"]]
     assert status == 70 and "has no finished fork" in err
+
+
+def test_runs_that_lack_memory_beside_others_name_the_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program = "import sys; sys.exit('CUDA out of memory')"
+    runs = [
+        PooledRun(name=name, command=(sys.executable, "-c", program), folder=tmp_path / name) for name in ("a", "b")
+    ]
+    assert training_pool.train(runs, 2, ["0", "0"], 4) == INTERNAL
+    assert "2 of them lacked memory: with fewer --runs-per-gpu the same command" in capsys.readouterr().err
+    assert training_pool.train(runs, 2, ["0", "1"], 4) == INTERNAL
+    assert "lacked memory" not in capsys.readouterr().err
 
 
 def test_controls_are_forks_with_their_good_forms(compare, tmp_path: Path) -> None:
