@@ -180,9 +180,10 @@ class Row:
 
 
 def mode_text(task: Task, shape: str) -> str:
-    """RECIPE FLAGS, with those of the layout. Of the peer: what megafp8 does in its place."""
+    """RECIPE FLAGS, with the batch, unless the flags have another, and those of the layout. Of the peer: what megafp8
+    does in its place."""
     flags = task.flags if task.software == OURS else ""
-    return f"{task.recipe} {flags} {task.layout.flags} --global-batch-size {task.layout.global_batch(shape)}"
+    return f"{task.recipe} --global-batch-size {task.layout.global_batch(shape)} {flags} {task.layout.flags}"
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -148,7 +148,7 @@ def measure(options: argparse.Namespace, task: Task) -> Row:
         profile(train, task, options.warm_up + options.steps + 1)
     flags, environment = task.flags, " ".join(f"{name}={value}" for name, value in task.environment.items())
     gathered, repeated = results[-1].gathered, [each.is_repeated for each in results]
-    data, batch = validated.invocation.config.data, task.layout.global_batch(options.shape)
+    data, batch = validated.invocation.config.data, validated.invocation.config.training.global_batch_size
     squares = [each.document_squares for each in results if each.document_squares is not None]
     attended = statistics.mean(squares) / (batch * data.seq_length**2) if squares and data.seq_length else None
     extra = f"{flags} {task.layout.flags} {options.extra}" if task.software == OURS else task.layout.flags

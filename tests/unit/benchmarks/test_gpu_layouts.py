@@ -54,7 +54,8 @@ def test_a_mode_has_its_environment_prefix() -> None:
     task = Task("DP 2", "NCCL_MAX_CTAS=8 X=a=b delayed --recompute-granularity selective --seed=3")
     assert task.environment == {"NCCL_MAX_CTAS": "8", "X": "a=b"} and task.recipe == "delayed"
     assert task.flags == "--recompute-granularity selective --seed=3"
-    assert mode_text(task, "B").split()[:3] == ["delayed", "--recompute-granularity", "selective"]
+    given = task.flags.split()
+    assert mode_text(task, "B").split()[: 3 + len(given)] == ["delayed", "--global-batch-size", "4", *given]
 
 
 def test_a_mode_without_a_recipe_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
