@@ -23,8 +23,8 @@ from megafp8.metrics.records import OperandCounts
 from megafp8.models.layer_runtime import emulated_linears_by_name
 from megafp8.quantization.delayed_scaling import DelayedState
 from megafp8.training import pretrain
-from megafp8.training.bad_steps import progress_after_step
 from megafp8.training.evaluation import build_batches
+from megafp8.training.progress import progress_after_step
 from megafp8.training.run import Run
 from megafp8.training.step import StepResult, train_step
 

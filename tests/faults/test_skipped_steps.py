@@ -34,8 +34,8 @@ from megafp8.checkpoint.metadata import read_contents
 from megafp8.checkpoint.progress import NOT_FINITE, Progress, SkipHistory, SkippedSamples
 from megafp8.quantization.delayed_scaling import DelayedState
 from megafp8.resilience.run_state import read_run_state
-from megafp8.training.bad_steps import progress_after_step
 from megafp8.training.evaluation import build_batches
+from megafp8.training.progress import progress_after_step
 from megafp8.training.run import Run
 from megafp8.training.step import train_step
 

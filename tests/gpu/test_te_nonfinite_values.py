@@ -17,7 +17,6 @@ from megafp8.checkpoint.progress import (
     SPIKE,
     Progress,
 )
-from megafp8.training.bad_steps import progress_after_step
 from megafp8.training.evaluation import build_batches
 from megafp8.training.extensions.replica_check import (
     BitHash,
@@ -25,6 +24,7 @@ from megafp8.training.extensions.replica_check import (
     replicas_of,
 )
 from megafp8.training.precision import delayed_scaling_tensors
+from megafp8.training.progress import progress_after_step
 from megafp8.training.run import Run
 from megafp8.training.step import StepResult, train_step
 

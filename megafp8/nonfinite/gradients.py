@@ -1,12 +1,10 @@
 """Checks for non-finite losses and gradients, and locates the rank and tensor that caused them.
 
 Detection: a norm is finite only if all elements are. Only the fused optimizer's norm of the reduced gradients is
-checked where that is enough to find the rank afterwards (`build_gradient_check` in `training/step_parts.py`). Otherwise
-`NonFiniteGradientMonitor` computes the norm of each bucket before it is reduced over the data-parallel ranks, because a
-NaN spreads to all ranks in the reduction. This reads the gradients once per step and does not synchronize; the result
-is one flag on the device. Sharded weights have their own check (`DataParallelRuntime.gradient_monitor`). After the
-backward pass `sum_over_ranks` sums losses and flags over all ranks, so that all ranks skip the update or stop together.
-megatron-core's own check does not name a rank, and with BF16 weights it has none.
+checked where that is enough to find the rank afterwards (`build_gradient_check`). Otherwise `NonFiniteGradientMonitor`
+computes the norm of each bucket before it is reduced over the data-parallel ranks, because a NaN spreads to all ranks
+in the reduction. This reads the gradients once per step and does not synchronize; the result is one flag on the device.
+Sharded weights have their own check. megatron-core's check does not name a rank, and with BF16 weights it has none.
 
 Location: the search for the tensor runs only after a detection. If the gradients are already reduced, the local
 gradients of a rank can still be checked. A reduce-scatter overwrites only the shard that a rank owns and leaves its
@@ -16,26 +14,29 @@ This holds only where every rank has the complete model: tensor-parallel ranks a
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import to_local_if_dtensor
 from torch import Tensor
 
 from megafp8.mcore.process_groups import bucket_groups, expert_bucket_groups
+from megafp8.metrics.step_totals import BAD_RANKS, LOSS, STOPPING_RANKS
+from megafp8.nonfinite.detector import Detector
+from megafp8.optimizer.fused_adam import FusedAdamOptimizer
 from megafp8.optimizer.gradient_communication import add_grad_sync_hook
 
 WEIGHT, GRADIENT = "weight", "gradient"
 ATTENTION, PROJECTION = ".self_attention.", ".linear_proj."
 NORM_OVERFLOW = "none individually; the sum of squares of all gradients overflows"
 LOSS_ONLY = "none; weights and gradients are finite"
+Gradient = tuple[int, str]
+"""Model chunk and name of a parameter, for its gradient."""
 
 
 def is_finite(tensor: Tensor) -> Tensor:
@@ -47,8 +48,8 @@ def is_finite(tensor: Tensor) -> Tensor:
     return torch.isfinite(torch.linalg.vector_norm(tensor, dtype=torch.float32))  # an FP16 norm overflows at 65504
 
 
-class GradientNormCheck:
-    """The check where the norm of the reduced gradients is enough, or where there is none (`--no-check-for-nan...`).
+class GradientNormCheck(Detector[Optional[set[Gradient]]]):
+    """The check where the norm of reduced gradients is enough, or where there is none (`--no-check-for-nan...`).
 
     Args:
         searches_buckets: whether the rank with non-finite values can be found in the gradient buffers afterwards.
@@ -63,7 +64,7 @@ class GradientNormCheck:
     def reset(self) -> None:
         """Before a step."""
 
-    def bad_gradients(self, squared_norm: Optional[Tensor]) -> Tensor:
+    def counts(self, squared_norm: Optional[Tensor] = None) -> Tensor:
         """0 on the device if this rank's checked gradients are finite.
 
         Args:
@@ -73,9 +74,9 @@ class GradientNormCheck:
             return torch.zeros((), device=self.device)
         return (~torch.isfinite(squared_norm)).float()  # of all gradients that this rank has
 
-    def find_local(self) -> Optional[set[tuple[int, str]]]:
-        """(chunk, name) of this rank's gradients that were not finite before their reduction; None if that is not
-        known, or if they are checked before it. Collective."""
+    def find(self) -> Optional[set[Gradient]]:
+        """This rank's gradients that were not finite before their reduction; None if that is not known, or if they are
+        checked before it. Collective."""
         return find_bad_gradients_in_buckets(self.chunks) if self.searches_buckets else None
 
 
@@ -99,82 +100,92 @@ class NonFiniteGradientMonitor(GradientNormCheck):
         """Clear the flag before the next step."""
         self.bad.zero_()
 
-    def bad_gradients(self, squared_norm: Optional[Tensor]) -> Tensor:
+    def counts(self, squared_norm: Optional[Tensor] = None) -> Tensor:
         return self.bad
 
 
-class CodeCounts(NamedTuple):
-    """FP8 codes of gradients in a step, over all ranks: of all values, or of a sample from large buckets.
+class ReducedGradientMonitor(GradientNormCheck):
+    """Finds non-finite values in this rank's rows of the reduced gradients.
 
-    Attributes:
-        num_values: quantized values that are not 0.
-        num_underflows: those of them that became 0.
-        num_saturated: values beyond the largest number that their scale expresses.
+    A NaN of one rank is then in the rows of others. With codes, whose casts read all gradients, one more read before
+    them tells which rank it comes from. Without, the report names the tensor, and the ranks that have its rows.
+
+    Args:
+        is_local: whether the gradients of each module are also checked before they are reduced.
     """
 
-    num_values: float
-    num_underflows: float
-    num_saturated: float
+    origin_text = "--use-torch-fsdp2: a rank has rows of sums over ranks, each of which may have brought the value up"
 
-    @property
-    def underflow_fraction(self) -> float:
-        """Of the nonzero values, those that became zero."""
-        return self.num_underflows / self.num_values if self.num_values else 0.0
+    def __init__(self, chunks: list[Any], device: torch.device, is_local: bool):
+        super().__init__(chunks, device)
+        self.gradients = [parameter.main_grad for chunk in chunks for parameter in chunk.parameters()]
+        self._sums = [sums for chunk in chunks for sums in chunk.sums] if is_local else []
+        self._bad_modules = torch.zeros(len(self._sums), device=device)
+        if is_local:
+            from megafp8.fsdp.gradients import add_reduction_hook  # of runs with sharded weights
+        for sums, bad in zip(self._sums, self._bad_modules, strict=True):
+            add_reduction_hook(sums.module, partial(self._check, bad))
 
-    @property
-    def saturated_fraction(self) -> float:
-        """Of the nonzero values, those that saturated."""
-        return self.num_saturated / self.num_values if self.num_values else 0.0
+    def _check(self, bad: Tensor, gradients: Tensor) -> None:
+        bad += ~is_finite(gradients)
+
+    def counts(self, squared_norm: Optional[Tensor] = None) -> Tensor:
+        """The number of gradients that are not finite, if there is no norm that tells."""
+        if squared_norm is not None:
+            return super().counts(squared_norm)
+        bad = torch.zeros((), device=self.device)
+        for gradient in self.gradients:
+            bad += ~is_finite(gradient)
+        return bad
+
+    def find(self) -> Optional[set[Gradient]]:
+        """This rank's non-finite gradients before they were reduced; None if no rank knows of any.
+
+        They are those parameters of its bad modules whose sums are not finite. Collective.
+        """
+        names = {parameter: (index, name) for index, name, parameter in parameters_in_forward_order(self.chunks)}
+        reduced = {name for parameter, name in names.items() if not bool(is_finite(parameter.main_grad))}
+        local = {
+            names[parameter]
+            for sums, is_bad in zip(self._sums, self._bad_modules.tolist(), strict=True)
+            for parameter in sums.parameters
+            if is_bad
+        }
+        gathered: list[tuple[set[Gradient], bool]] = [(set(), False)] * dist.get_world_size()
+        dist.all_gather_object(gathered, (reduced, bool(local)))
+        all_reduced = set().union(*(names for names, _ in gathered))
+        return local & all_reduced if any(is_known for _, is_known in gathered) else None
+
+    def reset(self) -> None:
+        """Clear the flags of modules before the next step."""
+        self._bad_modules.zero_()
 
 
-LOSS, BAD_RANKS, SQUARED_NORM, STOPPING_RANKS = "loss", "bad ranks", "squared norm", "stopping ranks"
-OPERANDS = "operands"
+def build_gradient_check(
+    chunks: list[Any],
+    optimizer: MegatronOptimizer,
+    device: torch.device,
+    *,
+    is_checked: bool,
+    shards_weights: bool,
+    in_fp8: bool,
+) -> GradientNormCheck:
+    """The check of each rank's local gradients before they are reduced, or of the gradient norm where that is enough.
 
+    The fused optimizer's norm is enough where every rank holds the complete model, or where there is no data
+    parallelism: `find` can then tell afterwards which rank the non-finite values came from.
 
-@dataclass(frozen=True)
-class StepTotals:
-    """Numbers of a step, summed over all ranks, by name.
-
-    LOSS has the sum of the losses of the global batch in nats, and the tokens that count in it. BAD_RANKS is the number
-    of ranks with a non-finite loss or non-finite gradients. SQUARED_NORM is of all gradients, where the optimizer gives
-    it. STOPPING_RANKS is the number of ranks that received a stop signal. OPERANDS has the non-finite and the saturated
-    values of quantized operands (`quantization/counters.py`), and the linears with infinite amaxes in their histories.
+    Args:
+        is_checked: `--check-for-nan-in-loss-and-grad`.
+        in_fp8: gradients are reduced in FP8.
     """
-
-    sums: Mapping[str, tuple[float, ...]]
-
-    def __getitem__(self, name: str) -> tuple[float, ...]:
-        return self.sums[name]
-
-    def number(self, name: str) -> float:
-        """A sum that is one number."""
-        (number,) = self.sums[name]
-        return number
-
-    @property
-    def num_tokens(self) -> float:
-        """Tokens that count in the loss."""
-        return self.sums[LOSS][1]
-
-    @property
-    def loss(self) -> float:
-        """Mean loss per token; NaN without tokens."""
-        loss, num_tokens = self.sums[LOSS]
-        return loss / num_tokens if num_tokens else float("nan")
-
-    @property
-    def grad_norm(self) -> float:
-        """L2 norm of all gradients, where the optimizer gave it."""
-        return math.sqrt(self.number(SQUARED_NORM))
-
-
-def sum_over_ranks(numbers: Mapping[str, Tensor], device: torch.device) -> StepTotals:
-    """Sum named numbers over all ranks, in one all-reduce; all ranks give the same names and shapes."""
-    # FP64, because token counts exceed FP32's integers.
-    flat = torch.cat([value.to(device, torch.float64).flatten() for value in numbers.values()])
-    dist.all_reduce(flat)
-    sums = iter(flat.tolist())
-    return StepTotals({name: tuple(itertools.islice(sums, value.numel())) for name, value in numbers.items()})
+    data_size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    is_complete = data_size in (1, dist.get_world_size()) and not shards_weights
+    if not is_checked or (is_complete and isinstance(optimizer, FusedAdamOptimizer)):
+        return GradientNormCheck(chunks, device, searches_buckets=data_size > 1)
+    if shards_weights:
+        return ReducedGradientMonitor(chunks, device, is_local=in_fp8)
+    return NonFiniteGradientMonitor(chunks, device)
 
 
 def loss_and_flags(
@@ -208,7 +219,7 @@ class BadTensor(NamedTuple):
     chunk: int
 
 
-def find_bad_tensor(chunks: list[Any], bad_gradients: Optional[Set[tuple[int, str]]] = None) -> Optional[BadTensor]:
+def find_bad_tensor(chunks: list[Any], bad_gradients: Optional[Set[Gradient]] = None) -> Optional[BadTensor]:
     """The non-finite tensor of this rank that was computed first.
 
     Weights are searched in the order of the forward pass. If all are finite, gradients are searched in the order of the
@@ -279,7 +290,7 @@ def describe_bad_ranks(
     is_norm_bad: bool,
     chunks: list[Any],
     samples: str,
-    bad_gradients: Optional[Set[tuple[int, str]]] = None,
+    bad_gradients: Optional[Set[Gradient]] = None,
 ) -> list[str]:
     """One line for each rank with non-finite values. Collective; all ranks return the same.
 
@@ -354,7 +365,7 @@ class GradientShard(NamedTuple):
     owner: int
 
 
-def find_bad_gradients_in_buckets(chunks: Sequence[Any]) -> set[tuple[int, str]]:
+def find_bad_gradients_in_buckets(chunks: Sequence[Any]) -> set[Gradient]:
     """(chunk, name) of the parameters for which this rank's local gradients are not finite.
 
     Collective over the data-parallel groups, after a reduce-scatter.
@@ -372,7 +383,7 @@ ChunkGroups = tuple[int, Any, Sequence[Any]]
 """Index of a chunk, the chunk, and some of its groups of gradient buckets."""
 
 
-def find_bad_shards(chunk_groups: Sequence[ChunkGroups], group: dist.ProcessGroup) -> set[tuple[int, str]]:
+def find_bad_shards(chunk_groups: Sequence[ChunkGroups], group: dist.ProcessGroup) -> set[Gradient]:
     """`find_bad_gradients_in_buckets` of buckets that one process group reduces. Collective over it."""
     shards = gradient_shards(chunk_groups, group.size())
     # After the reduce-scatter, the own shard has the sum over all ranks, the other shards still the local values.
