@@ -21,10 +21,11 @@ from typing import Any, NamedTuple, Optional
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import to_local_if_dtensor
 from torch import Tensor
 
+from megafp8.checkpoint.progress import TrainingState
+from megafp8.config.schema import ParallelConfig, TrainingConfig
 from megafp8.mcore.process_groups import bucket_groups, expert_bucket_groups
 from megafp8.metrics.step_totals import BAD_RANKS, LOSS, STOPPING_RANKS
 from megafp8.nonfinite.detector import Detector
@@ -162,13 +163,7 @@ class ReducedGradientMonitor(GradientNormCheck):
 
 
 def build_gradient_check(
-    chunks: list[Any],
-    optimizer: MegatronOptimizer,
-    device: torch.device,
-    *,
-    is_checked: bool,
-    shards_weights: bool,
-    in_fp8: bool,
+    state: TrainingState, training: TrainingConfig, parallel: ParallelConfig, in_fp8: bool, device: torch.device
 ) -> GradientNormCheck:
     """The check of each rank's local gradients before they are reduced, or of the gradient norm where that is enough.
 
@@ -176,16 +171,16 @@ def build_gradient_check(
     parallelism: `find` can then tell afterwards which rank the non-finite values came from.
 
     Args:
-        is_checked: `--check-for-nan-in-loss-and-grad`.
         in_fp8: gradients are reduced in FP8.
     """
     data_size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-    is_complete = data_size in (1, dist.get_world_size()) and not shards_weights
-    if not is_checked or (is_complete and isinstance(optimizer, FusedAdamOptimizer)):
-        return GradientNormCheck(chunks, device, searches_buckets=data_size > 1)
-    if shards_weights:
-        return ReducedGradientMonitor(chunks, device, is_local=in_fp8)
-    return NonFiniteGradientMonitor(chunks, device)
+    is_complete = data_size in (1, dist.get_world_size()) and not parallel.shards_weights
+    norm_tells = is_complete and isinstance(state.optimizer, FusedAdamOptimizer)
+    if norm_tells or not training.check_for_nan_in_loss_and_grad:
+        return GradientNormCheck(state.chunks, device, searches_buckets=data_size > 1)
+    if parallel.shards_weights:
+        return ReducedGradientMonitor(state.chunks, device, is_local=in_fp8)
+    return NonFiniteGradientMonitor(state.chunks, device)
 
 
 def loss_and_flags(
@@ -226,7 +221,7 @@ def find_bad_tensor(chunks: list[Any], bad_gradients: Optional[Set[Gradient]] = 
     backward pass, where a non-finite gradient spreads to all later ones.
 
     Args:
-        bad_gradients: (chunk, name) of the non-finite gradients; if None, the gradients are checked here.
+        bad_gradients: the non-finite ones; if None, the gradients are checked here.
     """
     parameters = list(parameters_in_forward_order(chunks))
     # One wait for the device for each tensor. That is slow, but runs only after a detection.
@@ -234,11 +229,7 @@ def find_bad_tensor(chunks: list[Any], bad_gradients: Optional[Set[Gradient]] = 
         if not bool(is_finite(parameter.detach())):
             return BadTensor(WEIGHT, name, index)
     for index, name, parameter in reversed(parameters):
-        if bad_gradients is None:
-            is_bad = not bool(is_finite(parameter.main_grad))
-        else:
-            is_bad = (index, name) in bad_gradients
-        if is_bad:
+        if not bool(is_finite(parameter.main_grad)) if bad_gradients is None else (index, name) in bad_gradients:
             return BadTensor(GRADIENT, name, index)
     return None
 
@@ -286,23 +277,22 @@ class NonFiniteReport(NamedTuple):
 
 
 def describe_bad_ranks(
-    local_loss: Optional[Tensor],
-    is_norm_bad: bool,
-    chunks: list[Any],
-    samples: str,
-    bad_gradients: Optional[Set[Gradient]] = None,
+    check: GradientNormCheck, bad_gradients: Tensor, local_loss: Optional[Tensor], samples: str, is_loss_finite: bool
 ) -> list[str]:
     """One line for each rank with non-finite values. Collective; all ranks return the same.
 
     Args:
-        is_norm_bad: whether a gradient norm of this rank is not finite.
+        bad_gradients: the check's count of this rank.
+        local_loss: (sum, tokens); None on a rank whose loss is not counted.
         samples: description of the samples of this rank.
-        bad_gradients: (chunk, name) of this rank's non-finite local gradients; None if the norm is of local gradients.
+        is_loss_finite: whether the loss of all ranks is.
     """
+    bad = check.find()
+    chunks, is_norm_bad = check.chunks, bool(bad_gradients > 0)
     is_loss_bad = local_loss is not None and not bool(torch.isfinite(local_loss).all())
     report = None
-    if is_loss_bad or is_norm_bad or bad_gradients:
-        tensor = find_bad_tensor(chunks, bad_gradients)
+    if is_loss_bad or is_norm_bad or bad:
+        tensor = find_bad_tensor(chunks, bad)
         report = NonFiniteReport(
             replica=parallel_state.get_data_parallel_rank(),
             position=(0 if tensor is None else tensor.chunk, parallel_state.get_pipeline_model_parallel_rank()),
@@ -315,9 +305,10 @@ def describe_bad_ranks(
     # All ranks call it, also those that have nothing to report: the detection was agreed on before.
     dist.all_gather_object(gathered, report)
     reports = {rank: each for rank, each in enumerate(gathered) if each is not None}
-    if bad_gradients is not None:  # if only the norm of a rank is bad, the cause may be another rank's gradients
+    if bad is not None:  # if only the norm of a rank is bad, the cause may be another rank's gradients
         reports = {rank: each for rank, each in reports.items() if each.tensor or each.is_loss_bad} or reports
-    return [f"rank {rank}: {describe_report(each, reports, len(chunks))}" for rank, each in reports.items()]
+    lines = [f"rank {rank}: {describe_report(each, reports, len(chunks))}" for rank, each in reports.items()]
+    return [*lines, check.origin_text] if bad is None and is_loss_finite and check.origin_text else lines
 
 
 def describe_report(report: NonFiniteReport, reports: Mapping[int, NonFiniteReport], num_chunks: int) -> str:
@@ -332,7 +323,8 @@ def describe_report(report: NonFiniteReport, reports: Mapping[int, NonFiniteRepo
     # Ranks of one replica compute one loss: they pass activations and gradients to each other.
     peers = {rank: each for rank, each in reports.items() if each.replica == report.replica}
     # In the backward pass later stages come first, so that their gradients may be the cause.
-    earlier = [rank for rank, each in peers.items() if has_bad_gradient(each) and each.position > report.position]
+    in_backward = ((rank, each) for rank, each in peers.items() if each.tensor and each.tensor.kind == GRADIENT)
+    earlier = [rank for rank, each in in_backward if each.position > report.position]
     if tensor is None:
         found = f"first bad tensor: {report.fallback_text}"
     elif tensor.kind == WEIGHT:
@@ -346,27 +338,8 @@ def describe_report(report: NonFiniteReport, reports: Mapping[int, NonFiniteRepo
     return f"{'loss is not finite; ' if report.is_loss_bad else ''}{found}; {report.samples}"
 
 
-def has_bad_gradient(report: NonFiniteReport) -> bool:
-    """Whether a rank has a non-finite gradient but no non-finite weight."""
-    return report.tensor is not None and report.tensor.kind == GRADIENT
-
-
-class GradientShard(NamedTuple):
-    """The part of a parameter's gradient that one data-parallel rank reduces.
-
-    Attributes:
-        chunk: index of the model chunk.
-        name: of the parameter in its chunk.
-        owner: data-parallel rank that reduces it.
-    """
-
-    chunk: int
-    name: str
-    owner: int
-
-
 def find_bad_gradients_in_buckets(chunks: Sequence[Any]) -> set[Gradient]:
-    """(chunk, name) of the parameters for which this rank's local gradients are not finite.
+    """This rank's local gradients that are not finite.
 
     Collective over the data-parallel groups, after a reduce-scatter.
     """
@@ -381,6 +354,8 @@ def find_bad_gradients_in_buckets(chunks: Sequence[Any]) -> set[Gradient]:
 
 ChunkGroups = tuple[int, Any, Sequence[Any]]
 """Index of a chunk, the chunk, and some of its groups of gradient buckets."""
+Shard = tuple[Gradient, int]
+"""The part of a gradient that one data-parallel rank reduces, with that rank."""
 
 
 def find_bad_shards(chunk_groups: Sequence[ChunkGroups], group: dist.ProcessGroup) -> set[Gradient]:
@@ -388,16 +363,16 @@ def find_bad_shards(chunk_groups: Sequence[ChunkGroups], group: dist.ProcessGrou
     shards = gradient_shards(chunk_groups, group.size())
     # After the reduce-scatter, the own shard has the sum over all ranks, the other shards still the local values.
     local = {shard for shard, gradient in shards if not bool(is_finite(gradient))}
-    gathered: list[set[GradientShard]] = [set()] * group.size()
+    gathered: list[set[Shard]] = [set()] * group.size()
     dist.all_gather_object(gathered, local, group=group)
     others = set().union(*(shards for rank, shards in enumerate(gathered) if rank != group.rank()))
     # If another rank had non-finite values in this rank's shard, the sum here is not finite whatever this rank's own
     # values were. They then count only if this rank has other non-finite values.
-    is_bad = any(shard.owner != group.rank() or shard not in others for shard in local)
-    return {(shard.chunk, shard.name) for shard in local} if is_bad else set()
+    is_bad = any(owner != group.rank() or (gradient, owner) not in others for gradient, owner in local)
+    return {gradient for gradient, _ in local} if is_bad else set()
 
 
-def gradient_shards(chunk_groups: Sequence[ChunkGroups], num_ranks: int) -> Iterator[tuple[GradientShard, Tensor]]:
+def gradient_shards(chunk_groups: Sequence[ChunkGroups], num_ranks: int) -> Iterator[tuple[Shard, Tensor]]:
     """The gradients of this rank, split at the shard boundaries of their buckets."""
     for index, chunk, groups in chunk_groups:
         names = {parameter: name.removeprefix("module.") for name, parameter in chunk.module.named_parameters()}
@@ -411,4 +386,4 @@ def gradient_shards(chunk_groups: Sequence[ChunkGroups], num_ranks: int) -> Iter
                 for owner in range(start // shard_size, (start + len(gradient) - 1) // shard_size + 1):
                     # A slice past the end of the gradient is cut off by torch.
                     low, high = (max(0, edge * shard_size - start) for edge in (owner, owner + 1))
-                    yield GradientShard(index, names[parameter], owner), gradient[low:high]
+                    yield ((index, names[parameter]), owner), gradient[low:high]

@@ -11,7 +11,7 @@ nearly every step, and their table and names take milliseconds of the host while
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,7 +145,8 @@ class OperandMonitor:
 
     def counts(self) -> dict[str, Tensor]:
         """This rank's numbers, to sum over the ranks: int64 [3]."""
-        return {OPERAND_COUNTS: self._sum(detector.counts() for detector in self.detectors)} if self.detectors else {}
+        counts = [detector.counts() for detector in self.detectors]
+        return {OPERAND_COUNTS: functools.reduce(torch.add, counts)} if counts else {}
 
     def find(self, totals: StepTotals, names_saturated: bool) -> NonfiniteOperands:
         """The non-finite and saturated operands of a step over all ranks, and clear infinite amaxes.
@@ -160,7 +161,7 @@ class OperandMonitor:
         num_non_finite, num_saturated, num_infinite_amaxes = map(int, totals[OPERAND_COUNTS])
         if not (num_non_finite or num_infinite_amaxes) and not (num_saturated and names_saturated):
             return NonfiniteOperands(num_saturated=num_saturated)
-        counts = self._sum(detector.find() for detector in self.detectors)
+        counts = functools.reduce(torch.add, [detector.find() for detector in self.detectors])
         dist.all_reduce(counts)
         names: tuple[str, ...] = ()
         if num_infinite_amaxes:
@@ -176,18 +177,13 @@ class OperandMonitor:
 
     def metrics(self, nonfinite: NonfiniteOperands) -> dict[str, Any]:
         """Fields of the step's record."""
-        return (
-            {
-                "num_non_finite_operands": nonfinite.num_non_finite,
-                "num_saturated_operands": nonfinite.num_saturated,
-                "operand_counts": dict(nonfinite.counts) or None,
-            }
-            if self.detectors
-            else {}
-        )
-
-    def _sum(self, counts: Iterable[Tensor]) -> Tensor:
-        return functools.reduce(torch.add, counts)
+        if not self.detectors:
+            return {}
+        return {
+            "num_non_finite_operands": nonfinite.num_non_finite,
+            "num_saturated_operands": nonfinite.num_saturated,
+            "operand_counts": dict(nonfinite.counts) or None,
+        }
 
 
 def named_counts(linears: Sequence[str], table: Tensor) -> Iterator[tuple[str, OperandCounts]]:
@@ -212,17 +208,11 @@ def build_operand_monitor(
     if precision.fp8_dot_product_attention:  # on Transformer Engine
         linears = with_attention(model, linears)
     chunks = unwrap_model(list(chunks))
-    detectors = [count_linears(linears, chunks, backend, device)]
+    if backend.needs_transformer_engine:
+        from megafp8.te.counters import AmaxCounters  # needs Transformer Engine
+
+        detectors: list[OperandDetector] = [AmaxCounters(linears, chunks, device)]
+    else:
+        detectors = [EmulatedCounters(linears, chunks, device)]
     experts = ExpertAmaxes(linears, chunks, device)
     return OperandMonitor(linears, [*detectors, experts] if experts.linears else detectors)
-
-
-def count_linears(
-    linears: Sequence[str], chunks: Sequence[Any], backend: LayerBackend, device: torch.device
-) -> OperandDetector:
-    """The detector of the kind of layers."""
-    if not backend.needs_transformer_engine:
-        return EmulatedCounters(linears, chunks, device)
-    from megafp8.te.counters import AmaxCounters  # needs Transformer Engine
-
-    return AmaxCounters(linears, chunks, device)

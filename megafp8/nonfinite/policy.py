@@ -22,7 +22,6 @@ from typing import Any, Optional
 
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
-from torch import Tensor
 
 from megafp8.checkpoint.progress import (
     HIGH_PRECISION,
@@ -42,10 +41,9 @@ from megafp8.errors import NumericsError
 from megafp8.metrics.step_totals import BAD_RANKS, LOSS, StepTotals
 from megafp8.models.grouped_moe import named_mixtures
 from megafp8.models.layer_runtime import layer_runtime
-from megafp8.nonfinite.gradients import GradientNormCheck, describe_bad_ranks
 from megafp8.nonfinite.operands import FORWARD_OPERANDS, MAX_NAMED, NonfiniteOperands
 from megafp8.optimizer.schedules import can_lower_loss_scale, current_loss_scale, describe_overflow
-from megafp8.optimizer.skip_update import SpikeRule
+from megafp8.optimizer.skip_update import SpikeDetector
 from megafp8.quantization.delayed_scaling import OPERANDS
 
 SUM_OVERFLOWS = "gradients overflow in the sum over all ranks"
@@ -72,13 +70,11 @@ class StepSamples:
 
     Attributes:
         step: counted from 1.
-        batch: of the global batch.
-        of_rank: gives those that this rank reads.
+        batch: those of the global batch.
     """
 
     step: int
     batch: range
-    of_rank: Callable[[], Sequence[int]]
 
     def __str__(self) -> str:
         return describe_samples(self.batch)
@@ -91,47 +87,36 @@ class BadStepPolicy:
     Attributes:
         training, settings: of the run.
         optimizer: has the loss scale.
-        spikes: the spike rule.
+        spikes: None without `--spike-policy`.
         suggestions: gives what to try against non-finite values.
     """
 
     training: TrainingConfig
     settings: OptimizerConfig
     optimizer: MegatronOptimizer
-    spikes: SpikeRule
+    spikes: Optional[SpikeDetector]
     suggestions: Callable[[], Iterable[str]]
 
     def find(
-        self,
-        totals: StepTotals,
-        nonfinite: NonfiniteOperands,
-        gradients: GradientNormCheck,
-        local_loss: Optional[Tensor],
-        local_bad: Tensor,
-        samples: StepSamples,
+        self, totals: StepTotals, nonfinite: NonfiniteOperands, samples: StepSamples, ranks: Callable[[bool], list[str]]
     ) -> Optional[BadStep]:
-        """The bad step of a loss, gradients or operands that are not finite. Collective.
+        """The bad step of a loss, gradients or operands that are not finite.
 
         Args:
-            local_loss: (sum, tokens); None on a rank whose loss is not counted.
-            local_bad: 0 if the checked gradients of this rank are finite.
+            ranks: gives a line for each rank whose loss or gradients are not finite, if told whether the loss of all
+                ranks is. Collective.
         """
         if not totals.number(BAD_RANKS) or not self.training.check_for_nan_in_loss_and_grad:
             return self.of_operands(nonfinite, samples)
         is_loss_finite = math.isfinite(totals[LOSS][0])
         if is_loss_finite and can_lower_loss_scale(self.optimizer):
             return None
-        local = gradients.find()
-        ranks = describe_bad_ranks(
-            local_loss, bool(local_bad > 0), gradients.chunks, describe_samples(samples.of_rank()), local
-        )
-        if local is None and is_loss_finite and gradients.origin_text:
-            ranks.append(gradients.origin_text)
-        if bad_step := self.of_operands(nonfinite, samples, ranks, is_loss_finite):
+        causes = ranks(is_loss_finite)
+        if bad_step := self.of_operands(nonfinite, samples, causes, is_loss_finite):
             return bad_step
         if nonfinite.non_finite_operands():
-            ranks.append(f"operands of quantized linears: {nonfinite.describe()}")
-        return self.of_numbers(samples, ranks)
+            causes.append(f"operands of quantized linears: {nonfinite.describe()}")
+        return self.of_numbers(samples, causes)
 
     def of_numbers(self, samples: StepSamples, causes: Sequence[str]) -> BadStep:
         """A step with non-finite loss or gradients, from a line for each cause. So is a loss scale that cannot fall."""
@@ -141,11 +126,7 @@ class BadStepPolicy:
         return BadStep(NOT_FINITE, f"loss or gradients are not finite ({samples}):\n{lines}")
 
     def of_operands(
-        self,
-        nonfinite: NonfiniteOperands,
-        samples: StepSamples,
-        ranks: Sequence[str] = (),
-        is_loss_finite: bool = True,
+        self, nonfinite: NonfiniteOperands, samples: StepSamples, ranks: Sequence[str] = (), is_loss_finite: bool = True
     ) -> Optional[BadStep]:
         """The bad step of non-finite operands under `--on-nonfinite-activation`; None if there are none, or under
         `warn`.
@@ -177,7 +158,7 @@ class BadStepPolicy:
         Args:
             history: before the step.
         """
-        text = self.spikes.find_spike(history.window, loss, grad_norm)
+        text = self.spikes.find_spike(history.window, loss, grad_norm) if self.spikes else None
         return None if text is None else BadStep(SPIKE, f"{text} ({samples})")
 
     def check_may_skip(self, progress: Progress, bad_step: BadStep) -> None:
@@ -190,19 +171,12 @@ class BadStepPolicy:
             NumericsError: `--max-skipped-steps` were skipped in a row, or bad steps of this kind are not to be skipped.
         """
         training = self.training
-        is_skippable = {
-            NOT_FINITE: True,
-            SPIKE: training.spike_policy == "skip",
-            OPERAND: training.on_nonfinite_activation in ("skip", "bf16"),
-        }[bad_step.reason]
-        num_before = progress.history.num_in_row
+        reactions = {NOT_FINITE: "skip", SPIKE: training.spike_policy, OPERAND: training.on_nonfinite_activation}
+        is_skippable, num_before = reactions[bad_step.reason] in ("skip", "bf16"), progress.history.num_in_row
         if is_skippable and num_before < training.max_skipped_steps:
             return
-        limit = ""
-        if is_skippable and num_before:
-            limit = (
-                f", after {num_before} consecutive skipped updates (--max-skipped-steps {training.max_skipped_steps})"
-            )
+        most = f"--max-skipped-steps {training.max_skipped_steps}"
+        limit = f", after {num_before} consecutive skipped updates ({most})" if is_skippable and num_before else ""
         raise NumericsError(
             f"step {progress.step + 1}: {bad_step.text}\nthe weights were not updated{limit}\nfix: resume from the "
             "last checkpoint with other data (--override-sample-order), or try one of: "

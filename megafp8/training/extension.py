@@ -20,9 +20,8 @@ from megafp8.metrics.step_totals import StepTotals
 from megafp8.metrics.timers import DATA_WAIT, StepTimer
 from megafp8.training.cuda_graph import Batch, StepHooks
 from megafp8.training.evaluation import build_batches
-from megafp8.training.progress import progress_after_step
 from megafp8.training.run import Run
-from megafp8.training.step import StepResult
+from megafp8.training.step import StepResult, progress_after_step
 
 
 @dataclass

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
+from types import MappingProxyType
 from typing import Any, Optional, Union
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megafp8.checkpoint.progress import Progress
-from megafp8.data.loader import samples_of_step
+from megafp8.checkpoint.progress import ROLLBACK, Progress, SkippedSamples
+from megafp8.data.loader import describe_samples, samples_of_step
 from megafp8.mcore.process_groups import reset_param_gather
 from megafp8.metrics.step_totals import SQUARED_NORM, STOPPING_RANKS, StepTotals, sum_over_ranks
 from megafp8.models.layer_runtime import layer_runtime
-from megafp8.nonfinite.gradients import loss_and_flags
+from megafp8.nonfinite.gradients import describe_bad_ranks, loss_and_flags
 from megafp8.nonfinite.operands import NonfiniteOperands
 from megafp8.nonfinite.policy import SUM_OVERFLOWS, BadStep, StepSamples
 from megafp8.optimizer.fused_adam import FusedAdamOptimizer
@@ -172,8 +173,13 @@ def sum_step(
     run.watchdog.agree_to_stop(totals.number(STOPPING_RANKS))
     names_saturated = (progress.step + 1) % run.config.logging.log_interval == 0
     detector.nonfinite = detector.operands.find(totals, names_saturated)
+
+    def bad_ranks(is_loss_finite: bool) -> list[str]:
+        samples = describe_rank_samples(run, progress)
+        return describe_bad_ranks(detector.gradients, bad, counted_loss, samples, is_loss_finite)
+
     samples = samples_after(run, progress)
-    return totals, detector.policy.find(totals, detector.nonfinite, detector.gradients, counted_loss, bad, samples)
+    return totals, detector.policy.find(totals, detector.nonfinite, samples, bad_ranks)
 
 
 def sum_losses(reports: Reports) -> Optional[Tensor]:
@@ -182,18 +188,22 @@ def sum_losses(reports: Reports) -> Optional[Tensor]:
 
 
 def samples_after(run: Run, progress: Progress) -> StepSamples:
-    """The step after a progress, and its samples."""
+    """The step after a progress, and the samples of its global batch."""
     first = progress.consumed_samples
-    batch_size = run.batch_size_at(first)
-    of_rank = partial(
-        samples_of_step,
-        consumed_samples=first,
-        micro_batch_size=run.micro_batch_size,
-        data_parallel_rank=run.rank_position.data_rank,
-        data_parallel_size=run.rank_position.data_size,
-        global_batch_size=batch_size,
+    return StepSamples(progress.step + 1, range(first, first + run.batch_size_at(first)))
+
+
+def describe_rank_samples(run: Run, progress: Progress) -> str:
+    """The samples of the next global batch that this rank reads, in words."""
+    return describe_samples(
+        samples_of_step(
+            consumed_samples=progress.consumed_samples,
+            micro_batch_size=run.micro_batch_size,
+            data_parallel_rank=run.rank_position.data_rank,
+            data_parallel_size=run.rank_position.data_size,
+            global_batch_size=run.batch_size_at(progress.consumed_samples),
+        )
     )
-    return StepSamples(progress.step + 1, range(first, first + batch_size), of_rank)
 
 
 def begin_step(run: Run, progress: Progress) -> None:
@@ -247,6 +257,52 @@ def update(
     if not is_updated and bad_step is None and not may_overflow:
         bad_step = policy.of_numbers(samples, [SUM_OVERFLOWS])
     return is_updated, grad_norm, num_zeros, bad_step
+
+
+def progress_after_step(
+    run: Run,
+    progress: Progress,
+    bad_step: Optional[BadStep],
+    values: Optional[tuple[float, float]],
+    changed: Mapping[str, Any] = MappingProxyType({}),
+) -> Progress:
+    """The progress after a step.
+
+    Args:
+        bad_step: why its update was skipped, if it was.
+        values: loss and gradient norm of a step that updated the weights; None where the loss scale overflowed.
+        changed: further fields that the step changes.
+    """
+    step, history = progress.step + 1, progress.history
+    consumed = progress.consumed_samples + run.batch_size_at(progress.consumed_samples)
+    if bad_step is not None:
+        history = history.after_skip(SkippedSamples(progress.consumed_samples, consumed, step, bad_step.reason))
+        history = history.after_fallback(bad_step.fallbacks)
+    elif values is not None:
+        spikes = run.bad_steps.policy.spikes
+        history = history.after_update(spikes.after_update(history.window, *values) if spikes else ())
+    else:
+        history = history.after_overflow()
+    return dataclasses.replace(progress, step=step, consumed_samples=consumed, history=history, **changed)
+
+
+def progress_after_rollback(run: Run, failed: Progress, loaded: Progress, num_batches: int) -> Progress:
+    """The progress after a rollback past some global batches, which count as steps without an update.
+
+    Args:
+        failed: before the step that failed.
+        loaded: that of the checkpoint.
+    """
+    end = run.batch_schedule.advance(num_batches, loaded.consumed_samples)
+    skipped = SkippedSamples(loaded.consumed_samples, end, failed.step + 1, ROLLBACK)
+    history = dataclasses.replace(
+        loaded.history,
+        skipped=(*loaded.history.skipped, skipped),
+        num_in_row=0,
+        num_rollbacks=failed.history.num_rollbacks + 1,
+        moved_linears=failed.history.moved_linears,  # they stay in high precision
+    )
+    return dataclasses.replace(loaded, step=loaded.step + num_batches, consumed_samples=end, history=history)
 
 
 def clear_gradients(run: Run) -> None:

@@ -39,7 +39,7 @@ from megafp8.optimizer.fp8_reduction import build_fp8_reduction
 from megafp8.optimizer.gradient_communication import WgradOverwrite
 from megafp8.optimizer.qk_clip import QkClip, data_group
 from megafp8.optimizer.received_bytes import ReceivedBytes
-from megafp8.optimizer.skip_update import NoSpikes, SpikeDetector, SpikeRule
+from megafp8.optimizer.skip_update import SpikeDetector
 from megafp8.optimizer.weight_ema import WeightEma
 from megafp8.training.precision import DelayedScalingSnapshot
 
@@ -374,23 +374,16 @@ def build_bad_step_detector(
 ) -> BadStepDetector:
     """The detector of a run. The checks of its gradients come before their reduction."""
     training, precision = config.training, config.precision
-    chunks, optimizer = training_state.chunks, training_state.optimizer
-    spikes: SpikeRule = NoSpikes()
+    spikes = None
     if training.spike_policy != "off":
         spikes = SpikeDetector(
             training.spike_window, training.spike_sigma, training.spike_min_steps, training.spike_norm_factor
         )
-    operands = build_operand_monitor(config.model, precision, chunks, implementation, device)
-    gradients = build_gradient_check(
-        chunks,
-        optimizer,
-        device,
-        is_checked=training.check_for_nan_in_loss_and_grad,
-        shards_weights=config.parallel.shards_weights,
-        in_fp8=precision.grad_reduce_in_fp8,
-    )
+    operands = build_operand_monitor(config.model, precision, training_state.chunks, implementation, device)
+    in_fp8 = precision.grad_reduce_in_fp8
+    gradients = build_gradient_check(training_state, training, config.parallel, in_fp8, device)
     policy = BadStepPolicy(
-        training, config.optimizer, optimizer, spikes, lambda: for_nonfinite_values(health_case(config))
+        training, config.optimizer, training_state.optimizer, spikes, lambda: for_nonfinite_values(health_case(config))
     )
     return BadStepDetector(gradients, operands, policy)
 

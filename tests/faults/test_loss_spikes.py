@@ -12,9 +12,8 @@ from megafp8.analysis.runs import load_run
 from megafp8.checkpoint.directory import complete_steps
 from megafp8.checkpoint.progress import ROLLBACK, SPIKE, Progress, SkippedSamples
 from megafp8.training.evaluation import build_batches
-from megafp8.training.progress import progress_after_step
 from megafp8.training.resume import resume
-from megafp8.training.step import train_step
+from megafp8.training.step import progress_after_step, train_step
 
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"

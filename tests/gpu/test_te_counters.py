@@ -24,9 +24,8 @@ from megafp8.mcore.modules import named_linears
 from megafp8.te import layers
 from megafp8.training.evaluation import build_batches
 from megafp8.training.extensions.guard import LayerStatistics
-from megafp8.training.progress import progress_after_step
 from megafp8.training.run import Run
-from megafp8.training.step import StepResult, forward_backward, train_step
+from megafp8.training.step import StepResult, forward_backward, progress_after_step, train_step
 
 SPOILED = "layers.1.linear_fc2"
 

@@ -24,9 +24,8 @@ from megafp8.training.extensions.replica_check import (
     replicas_of,
 )
 from megafp8.training.precision import delayed_scaling_tensors
-from megafp8.training.progress import progress_after_step
 from megafp8.training.run import Run
-from megafp8.training.step import StepResult, train_step
+from megafp8.training.step import StepResult, progress_after_step, train_step
 
 SPIKES = "--spike-policy skip --spike-window 8 --spike-min-steps 3"
 

@@ -21,10 +21,9 @@ from megafp8.metrics.records import EventRecord
 from megafp8.metrics.sinks import Sinks
 from megafp8.training.extension import Extension, LoopState
 from megafp8.training.extensions.checkpoints import Checkpoints
-from megafp8.training.progress import progress_after_rollback
 from megafp8.training.run import Run, checkpoint_folders
 from megafp8.training.run_record import run_record
-from megafp8.training.step import StepResult
+from megafp8.training.step import StepResult, progress_after_rollback
 
 
 class Rollback(Extension):
