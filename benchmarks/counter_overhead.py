@@ -24,9 +24,9 @@ from benchmarks import timing
 from benchmarks.in_process import add_size_options, command_line, end_runs, start_run
 from megafp8.checkpoint.progress import Progress
 from megafp8.models.layer_runtime import emulated_linears_by_name
+from megafp8.nonfinite.operands import OperandMonitor
 from megafp8.quantization import quantize
 from megafp8.training.evaluation import build_batches
-from megafp8.training.nonfinite_operands import OperandCounter
 from megafp8.training.run import Run
 from megafp8.training.step import train_step
 
@@ -48,13 +48,13 @@ def build_steps(run: Run, num_steps: int) -> dict[str, Callable[[], float]]:
     linears = [linear for _, linear in emulated_linears_by_name(run.training_state.chunks)]
     counts = [linear.counts for linear in linears]
 
-    def step(counter: OperandCounter) -> float:
+    def step(counter: OperandMonitor) -> float:
         for linear, own in zip(linears, counts, strict=True):
             linear.counts = own if counter is monitor else None
         run.bad_steps.operands = counter
         return train_step(run, batches, Progress(next(steps))).loss
 
-    return {WITHOUT: lambda: step(OperandCounter()), WITH: lambda: step(monitor)}
+    return {WITHOUT: lambda: step(OperandMonitor()), WITH: lambda: step(monitor)}
 
 
 class CpuTime:

@@ -30,8 +30,8 @@ import torch  # isort: skip
 from benchmarks.gpu_train import SHAPES
 from megafp8.config.schema.model import ParallelConfig
 from megafp8.device.platform import detect_platform, init_distributed
+from megafp8.nonfinite.operands import OperandMonitor
 from megafp8.training import step_parts
-from megafp8.training.nonfinite_operands import OperandCounter
 
 MODES = ("delayed", "tensorwise", "tensorwise --quantize-kernels te")
 ORDER = (False, True, True, False)
@@ -57,7 +57,7 @@ def kernels_of(options: argparse.Namespace, mode: str, has_counters: bool) -> Ke
     from megafp8.te import patches  # needs Transformer Engine
 
     if not has_counters:
-        step_parts.build_operand_monitor = lambda *_: OperandCounter()
+        step_parts.build_operand_monitor = lambda *_: OperandMonitor()
         patches.observe_amaxes(lambda forward: None)
     init_distributed(detect_platform(), ParallelConfig())
     train = gpu_steps.trainer(gpu_steps.check_mode(options, mode), options.warm_up + options.steps)

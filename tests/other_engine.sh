@@ -81,7 +81,7 @@ echo "tests with megatron-core $version, $("$PYTHON" --version):"
 # another 20. With --all-cases also the models, which take 100.
 tests=(
   tests/unit/mcore tests/unit/data/test_gpt_dataset.py tests/unit/config/test_batch_schedule.py
-  tests/unit/optimizer/test_schedules.py tests/unit/optimizer/test_gradient_checks.py
+  tests/unit/optimizer/test_schedules.py tests/unit/nonfinite/test_gradient_checks.py
   tests/unit/checkpoint/test_serialization.py tests/unit/checkpoint/test_serialization_enums.py
   tests/unit/checkpoint/test_fingerprint.py tests/unit/checkpoint/test_standalone_tensors.py
   tests/unit/checkpoint/test_compatibility_strictness.py

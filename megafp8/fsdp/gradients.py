@@ -1,4 +1,4 @@
-"""Gradients of `--use-torch-fsdp2`: as FP8 codes (`--grad-reduce-in-fp8`), their check, and their traffic.
+"""Gradients of `--use-torch-fsdp2`: as FP8 codes (`--grad-reduce-in-fp8`), and their traffic.
 
 A reduction in FP8 is that of `optimizer.fp8_gradients`: codes and scales go to the rank that owns the rows, which adds
 them in FP32. FSDP2 reduces the gradients of each microbatch, so that each is quantized, in contrast to megatron-core's
@@ -31,7 +31,6 @@ from megafp8.mcore.grad_reduction import Reduction
 from megafp8.mcore.torch_fsdp import GradientSums, ReplicaSums, TorchFSDP, fsdp_modules, parameter_group
 from megafp8.optimizer.data_parallel import Excludes
 from megafp8.optimizer.fp8_gradients import Fp8Reduction, GradientCodes, PipelinedReduction
-from megafp8.optimizer.gradient_checks import GradientNormCheck, is_finite, parameters_in_forward_order
 from megafp8.optimizer.gradient_slices import GradientSlice, Shard, split_bucket
 from megafp8.optimizer.node_reduction import FLAG, sum_within_node
 from megafp8.optimizer.received_bytes import ReceivedBytes
@@ -155,61 +154,6 @@ def check_replica_in_node(ranks: Sequence[int], ranks_per_node: int) -> None:
             f"{ranks_per_node}), whose sums are not those of a node: make a replica of each node with "
             "--num-distributed-optimizer-instances, or remove the flag"
         )
-
-
-class ReducedGradientMonitor(GradientNormCheck):
-    """Finds non-finite values in this rank's rows of the reduced gradients.
-
-    A NaN of one rank is then in the rows of others. With codes, whose casts read all gradients, one more read before
-    them tells which rank it comes from. Without, the report names the tensor, and the ranks that have its rows.
-
-    Args:
-        is_local: whether the gradients of each module are also checked before they are reduced.
-    """
-
-    origin_text = "--use-torch-fsdp2: a rank has rows of sums over ranks, each of which may have brought the value up"
-
-    def __init__(self, chunks: list[Any], device: torch.device, is_local: bool):
-        super().__init__(chunks, device)
-        self.gradients = [parameter.main_grad for chunk in chunks for parameter in chunk.parameters()]
-        self._sums = [sums for chunk in chunks for sums in chunk.sums] if is_local else []
-        self._bad_modules = torch.zeros(len(self._sums), device=device)
-        for sums, bad in zip(self._sums, self._bad_modules, strict=True):
-            add_reduction_hook(sums.module, partial(self._check, bad))
-
-    def _check(self, bad: Tensor, gradients: Tensor) -> None:
-        bad += ~is_finite(gradients)
-
-    def bad_gradients(self, squared_norm: Optional[Tensor]) -> Tensor:
-        """The number of gradients that are not finite, if there is no norm that tells."""
-        if squared_norm is not None:
-            return super().bad_gradients(squared_norm)
-        bad = torch.zeros((), device=self.device)
-        for gradient in self.gradients:
-            bad += ~is_finite(gradient)
-        return bad
-
-    def find_local(self) -> Optional[set[tuple[int, str]]]:
-        """(chunk, name) of this rank's non-finite gradients before they were reduced; None if no rank knows of any.
-
-        They are those parameters of its bad modules whose sums are not finite. Collective.
-        """
-        names = {parameter: (index, name) for index, name, parameter in parameters_in_forward_order(self.chunks)}
-        reduced = {name for parameter, name in names.items() if not bool(is_finite(parameter.main_grad))}
-        local = {
-            names[parameter]
-            for sums, is_bad in zip(self._sums, self._bad_modules.tolist(), strict=True)
-            for parameter in sums.parameters
-            if is_bad
-        }
-        gathered: list[tuple[set[tuple[int, str]], bool]] = [(set(), False)] * dist.get_world_size()
-        dist.all_gather_object(gathered, (reduced, bool(local)))
-        all_reduced = set().union(*(names for names, _ in gathered))
-        return local & all_reduced if any(is_known for _, is_known in gathered) else None
-
-    def reset(self) -> None:
-        """Clear the flags of modules before the next step."""
-        self._bad_modules.zero_()
 
 
 class HookedReduceScatter(DefaultReduceScatter):

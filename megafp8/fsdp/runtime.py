@@ -25,7 +25,6 @@ from megafp8.mcore.layer_runtime import CodesOf
 from megafp8.mcore.torch_fsdp import TorchFSDP, agree_on_overflow, dtensor_like, fsdp_modules, fsdp_parameters
 from megafp8.optimizer.data_parallel import CodesOfChunk, DataParallelRuntime, Excludes
 from megafp8.optimizer.fp8_gradients import Fp8Reduction, GradientCodes
-from megafp8.optimizer.gradient_checks import GradientNormCheck
 from megafp8.optimizer.received_bytes import ReceivedBytes
 from megafp8.quantization.fp8_parameter import GatheredCodes, quantize_codes
 from megafp8.resilience import fault_injection
@@ -59,9 +58,6 @@ class FsdpRuntime(DataParallelRuntime):
             )
         if chunk.replicas is not None:
             chunk.replicas = gradients.QuantizedReplicaSums(chunk, excludes, codes, step)
-
-    def gradient_monitor(self, chunks: list[Any], device: torch.device, in_fp8: bool) -> GradientNormCheck:
-        return gradients.ReducedGradientMonitor(chunks, device, is_local=in_fp8)
 
     def inject_faults(self, chunks: Sequence[Any]) -> None:
         """The gradients are those of a module in a microbatch."""

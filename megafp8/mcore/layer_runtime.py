@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Optional, Protocol
+from typing import Any, Optional
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -25,29 +25,6 @@ CodesOf = Callable[[Tensor, torch.Size], Any]
 """Makes the `GatheredCodes` of a weight, of this rank's rows [n, K] and its shape (N, K)."""
 CodesByLinear = tuple[Mapping[Any, CodesOf], Callable[[], bool]]
 """The codes by linear, and whether a forward pass finds the weights quantized already."""
-
-
-class LinearCounters(Protocol):
-    """The counts of this rank's linears in a step: `EmulatedCounters` of `models/layer_runtime.py`, or
-    `AmaxCounters` of `te/counters.py`.
-
-    Attributes:
-        linears: names of all quantized linears of the model, and of attention in FP8, the same on all ranks.
-    """
-
-    linears: tuple[str, ...]
-
-    def reset(self) -> None:
-        """Clear the counts before a step."""
-
-    def totals(self) -> Tensor:
-        """This rank's non-finite and saturated values, and infinite amaxes that a history would keep, int64 [3]."""
-
-    def table(self) -> Tensor:
-        """A copy of the counts by linear and quantizer, int64 [linears, QUANTIZERS, 2]."""
-
-    def clear_infinite_amaxes(self) -> list[str]:
-        """Remove infinite amaxes from histories; names of the operands that had one."""
 
 
 class LayerRuntime(ABC):
@@ -94,15 +71,6 @@ class LayerRuntime(ABC):
         """Prepare what distributed optimizers store in low precision."""
 
     # ---- Training ---------------------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def counters(self, linears: Sequence[str], chunks: Model, device: torch.device) -> LinearCounters:
-        """Counters of non-finite and saturated operands.
-
-        Args:
-            linears: names of all quantized linears of the model, and of attention in FP8, the same on all ranks.
-            chunks: of this rank, unwrapped.
-        """
 
     @abstractmethod
     def change_linears(self, model: Model, in_high_precision: Collection[str], smoothed: Collection[str]) -> None:

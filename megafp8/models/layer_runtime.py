@@ -23,7 +23,7 @@ from megafp8.config.model_plan import ModelPlan
 from megafp8.config.precision_map import OUTPUT_LAYER, build_linear_recipe
 from megafp8.config.schema import ModelConfig, OptimizerConfig, PrecisionConfig
 from megafp8.mcore import patches
-from megafp8.mcore.layer_runtime import CodesByLinear, LayerRuntime, LinearCounters, Model, MultiTokenSpec
+from megafp8.mcore.layer_runtime import CodesByLinear, LayerRuntime, Model, MultiTokenSpec
 from megafp8.mcore.modules import named_linears
 from megafp8.mcore.multi_token import local_spec
 from megafp8.models.emulated_layers import (
@@ -36,8 +36,7 @@ from megafp8.models.emulated_layers import (
 )
 from megafp8.models.layer_specs import Norm, layer_spec, linear_params, linear_recipes, te_layer_spec
 from megafp8.optimizer.emulated_state import emulate_low_precision_state
-from megafp8.quantization.counters import QuantizerCounters
-from megafp8.quantization.delayed_scaling import OPERANDS, AmaxExchange, DelayedState, keeps_amaxes
+from megafp8.quantization.delayed_scaling import AmaxExchange
 from megafp8.quantization.fp8_parameter import GatheredCodes
 from megafp8.quantization.scaled_gemm import accumulate
 from megafp8.recipes.base import Gemm
@@ -113,9 +112,6 @@ class EmulatedRuntime(LayerRuntime):
     def set_optimizer_state(self, settings: OptimizerConfig, optimizers: Iterable[Any]) -> None:
         emulate_low_precision_state(settings, optimizers)
 
-    def counters(self, linears: Sequence[str], chunks: Model, device: torch.device) -> LinearCounters:
-        return EmulatedCounters(linears, chunks, device)
-
     def change_linears(self, model: Model, in_high_precision: Collection[str], smoothed: Collection[str]) -> None:
         for name, linear in emulated_linears_by_name(model):
             if name in smoothed:
@@ -141,51 +137,6 @@ def accumulate_wgrad(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> N
 def gathered_codes(linear: Any, rows: Tensor, shape: torch.Size) -> GatheredCodes:
     """The codes of an emulated linear's weight, which ranks gather."""
     return GatheredCodes(rows, shape, *linear.weight_code_options())
-
-
-class EmulatedCounters:
-    """`LinearCounters` of emulated linears.
-
-    Args:
-        linears: names of all quantized linears of the model, the same on all ranks.
-        chunks: the model.
-    """
-
-    def __init__(self, linears: Sequence[str], chunks: Sequence[Any], device: torch.device):
-        self.values = QuantizerCounters(linears, device)
-        self.linears = self.values.linears
-        self.windows: dict[str, DelayedState] = {}
-        for name, linear in emulated_linears_by_name(chunks):
-            if name not in self.linears:
-                continue
-            linear.counts = self.values.of_linear(name)
-            state = getattr(linear, "quantizer_state", None)
-            if isinstance(state, DelayedState) and keeps_amaxes(state.options):
-                self.windows[name] = state
-
-    def reset(self) -> None:
-        """Clear the counts before a step."""
-        self.values.reset()
-
-    def totals(self) -> Tensor:
-        """As in `LinearCounters`."""
-        totals = self.values.totals()
-        histories = [state.infinite_amaxes.any() for state in self.windows.values()]
-        num_infinite = torch.stack(histories).sum() if histories else torch.zeros_like(totals[0])
-        return torch.cat([totals, num_infinite[None]])
-
-    def table(self) -> Tensor:
-        """As in `LinearCounters`."""
-        return self.values.table.clone()
-
-    def clear_infinite_amaxes(self) -> list[str]:
-        """As in `LinearCounters`."""
-        names = []
-        for name, state in self.windows.items():
-            is_infinite = state.infinite_amaxes.tolist()
-            names += [f"{name}.{operand.value}" for operand, bad in zip(OPERANDS, is_infinite, strict=True) if bad]
-            state.clear_infinite_amaxes()
-        return names
 
 
 def emulated_linears_by_name(chunks: Sequence[Any]) -> Iterator[tuple[str, EmulatedLinearMixin]]:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Optional
 
-import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
@@ -20,7 +19,6 @@ from megafp8.mcore.layer_runtime import CodesByLinear
 from megafp8.mcore.nccl_buffers import provide_allocator
 from megafp8.mcore.process_groups import bucket_groups
 from megafp8.optimizer.fp8_gradients import Fp8Reduction, GradientCodes
-from megafp8.optimizer.gradient_checks import GradientNormCheck, NonFiniteGradientMonitor
 from megafp8.optimizer.gradient_communication import GradientTraffic, ParameterTraffic, add_grad_sync_hook, poison
 from megafp8.optimizer.received_bytes import ReceivedBytes
 
@@ -51,10 +49,6 @@ class DataParallelRuntime:
 
     def send_codes(self, chunk: Any, excludes: Excludes, codes: GradientCodes, step: Fp8Reduction, nodes: Any) -> None:
         """Reduce the gradients of a chunk that are in no buckets as codes. `nodes`: `NodeGroups`, if given."""
-
-    def gradient_monitor(self, chunks: list[Any], device: torch.device, in_fp8: bool) -> GradientNormCheck:
-        """The check of gradients, which are reduced in FP8 or not, for values that are not finite."""
-        return NonFiniteGradientMonitor(chunks, device)
 
     def inject_faults(self, chunks: Sequence[Any]) -> None:
         """Let fault injection change this rank's gradients before they are reduced."""

@@ -31,7 +31,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,6 @@ from torch import Tensor
 
 from megafp8.mcore.grad_reduction import Reduction
 from megafp8.optimizer.fused_gradient_rows import FusedRows
-from megafp8.optimizer.gradient_checks import CodeCounts
 from megafp8.optimizer.gradient_slices import BLOCK, Shard, gather_rows, scatter_rows, scatter_unquantized, split_shards
 from megafp8.optimizer.received_bytes import ReceivedBytes
 from megafp8.optimizer.reduction_works import BucketWork, BucketWorks, PartialWork
@@ -106,6 +105,30 @@ class Fp8Reduction(ReceivedBytes):
         """Drop the errors of gradients that were reduced without an update."""
         for residual in self.residuals:
             residual.zero_()
+
+
+class CodeCounts(NamedTuple):
+    """FP8 codes of gradients in a step, over all ranks: of all values, or of a sample from large buckets.
+
+    Attributes:
+        num_values: quantized values that are not 0.
+        num_underflows: those of them that became 0.
+        num_saturated: values beyond the largest number that their scale expresses.
+    """
+
+    num_values: float
+    num_underflows: float
+    num_saturated: float
+
+    @property
+    def underflow_fraction(self) -> float:
+        """Of the nonzero values, those that became zero."""
+        return self.num_underflows / self.num_values if self.num_values else 0.0
+
+    @property
+    def saturated_fraction(self) -> float:
+        """Of the nonzero values, those that saturated."""
+        return self.num_saturated / self.num_values if self.num_values else 0.0
 
 
 def next_factor(factor: float, counts: CodeCounts) -> float:

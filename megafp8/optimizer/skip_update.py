@@ -27,7 +27,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Optional, Protocol
+from typing import Optional
 
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
@@ -73,26 +73,6 @@ class SkipUpdateOptimizer(ChainedOptimizer):
 
 
 Window = tuple[tuple[float, float], ...]
-
-
-class SpikeRule(Protocol):
-    """What counts as a spike of loss or gradient norm, given those of recent updates."""
-
-    def find_spike(self, history: Window, loss: float, grad_norm: float) -> Optional[str]:
-        """The values of a spike as text; None if there is none."""
-
-    def after_update(self, history: Window, loss: float, grad_norm: float) -> Window:
-        """The window after an update."""
-
-
-class NoSpikes:
-    """Without `--spike-policy` nothing counts."""
-
-    def find_spike(self, history: Window, loss: float, grad_norm: float) -> Optional[str]:
-        return None
-
-    def after_update(self, history: Window, loss: float, grad_norm: float) -> Window:
-        return ()
 
 
 @dataclass(frozen=True)

@@ -39,32 +39,6 @@ LinearCounts = Mapping[tuple[Operand, Gemm], Tensor]
 """The counts of a linear's quantizers, int64 [2] each."""
 
 
-class QuantizerCounters:
-    """The counts of all quantized linears of a model, in one table on the device.
-
-    Every rank has rows for all linears, and adds to those of its own.
-
-    Args:
-        linears: names, the same on all ranks.
-    """
-
-    def __init__(self, linears: Sequence[str], device: torch.device):
-        self.linears = tuple(linears)
-        self.table = torch.zeros(len(self.linears), len(QUANTIZERS), 2, dtype=torch.int64, device=device)
-
-    def of_linear(self, name: str) -> LinearCounts:
-        """The counts of one linear, views of the table."""
-        return dict(zip(QUANTIZERS, self.table[self.linears.index(name)].unbind(), strict=True))
-
-    def reset(self) -> None:
-        """Set all counts to zero, before a step."""
-        self.table.zero_()
-
-    def totals(self) -> Tensor:
-        """This rank's non-finite and saturated values, int64 [2]. A value counts once for each GEMM that reads it."""
-        return self.table.sum(dim=(0, 1))
-
-
 def saturation_threshold(fmt: Format) -> float:
     """The smallest magnitude that rounds beyond the largest number of a format, if the format went on."""
     step = 2.0 ** (math.floor(math.log2(fmt.max)) - fmt.mantissa_bits)

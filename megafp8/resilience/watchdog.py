@@ -3,7 +3,7 @@
 Signals. Python runs a signal handler only when the main thread next executes bytecode, which may be never while it is
 in C code. The interpreter therefore also writes the signal number to a pipe (`signal.set_wakeup_fd`) that this thread
 reads. The first signal requests a stop: the ranks sum up who received one with the totals of a step
-(`optimizer/gradient_checks.py`), so that all of them save and stop after the same step. A later second signal, or the
+(`metrics/step_totals.py`), so that all of them save and stop after the same step. A later second signal, or the
 end of the grace period, ends the process at once. A checkpoint being written then has no final name, and the previous
 one counts.
 

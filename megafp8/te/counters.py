@@ -44,7 +44,7 @@ WGRAD_COLUMNS = [column for column, (_, gemm) in enumerate(QUANTIZERS) if gemm i
 
 
 class AmaxCounters:
-    """The counts of all linears of a model. Every rank has rows for all linears, and adds to those of its own.
+    """The `OperandDetector` of all linears of a model. Every rank has rows for all linears, and adds to its own.
 
     Args:
         linears: names, and those of attention in FP8, the same on all ranks.
@@ -95,8 +95,7 @@ class AmaxCounters:
             threshold = saturation_threshold(FORMATS[get_fp8_te_dtype(recipe, is_forward).name])
             count_amaxes(amax, scale, threshold, counts)
 
-    def totals(self) -> Tensor:
-        """This rank's non-finite and saturated tensors, and infinite amaxes that a history would keep, int64 [3]."""
+    def counts(self) -> Tensor:
         totals = torch.zeros(3, dtype=torch.int64, device=self.flags.device)
         for counts in self.amax_counts.values():
             totals[:2] += counts.sum(dim=1)
@@ -105,8 +104,8 @@ class AmaxCounters:
         totals[NON_FINITE] += self.flags.sum()
         return totals
 
-    def table(self) -> Tensor:
-        """The counts by linear and quantizer, int64 [linears, QUANTIZERS, 2]; a cast serves all GEMMs that read it."""
+    def find(self) -> Tensor:
+        """As of an `OperandDetector`; a cast serves all GEMMs that read it."""
         by_operand = torch.zeros(*self.flags.shape, 2, dtype=torch.int64, device=self.flags.device)
         cells = list(by_operand.view(-1, 2).unbind())
         for row, column, counts in self._positions_of_amaxes():
@@ -120,8 +119,7 @@ class AmaxCounters:
         return table
 
     def clear_infinite_amaxes(self) -> list[str]:
-        """Remove infinite amaxes from histories, so that the next update makes scales of the others; names of the
-        operands whose amax was infinite."""
+        """So that the next update makes scales of the other amaxes."""
         for histories in FP8GlobalStateManager.quantization_state.global_amax_history_buffer.values():
             for history in histories:
                 history.masked_fill_(history == torch.inf, 0.0)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Optional
 
-import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules as BlockSpec
@@ -20,7 +19,7 @@ from megafp8.config import precision_map
 from megafp8.config.expert_layers import expert_layers
 from megafp8.config.model_plan import ModelPlan
 from megafp8.config.schema import ModelConfig, OptimizerConfig, PrecisionConfig
-from megafp8.mcore.layer_runtime import CodesByLinear, LayerRuntime, LinearCounters, Model, MultiTokenSpec
+from megafp8.mcore.layer_runtime import CodesByLinear, LayerRuntime, Model, MultiTokenSpec
 from megafp8.mcore.multi_token import transformer_engine_spec
 from megafp8.te import layers
 
@@ -67,11 +66,6 @@ class TransformerEngineRuntime(LayerRuntime):
         from megafp8.te.adam_weights import cast_weights_of_adam
 
         cast_weights_of_adam(optimizers)
-
-    def counters(self, linears: Sequence[str], chunks: Model, device: torch.device) -> LinearCounters:
-        from megafp8.te.counters import AmaxCounters
-
-        return AmaxCounters(linears, chunks, device)
 
     def change_linears(self, model: Model, in_high_precision: Collection[str], smoothed: Collection[str]) -> None:
         from megafp8.te.high_precision_fallback import move_to_high_precision

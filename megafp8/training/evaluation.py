@@ -19,14 +19,13 @@ from megafp8.config.batch_schedule import BatchSchedule, constant
 from megafp8.data.loader import build_loader
 from megafp8.metrics.records import TEST, VALID, VALID_EMA, VALID_HIGH_PRECISION, EvalRecord
 from megafp8.metrics.sinks import Sinks
-from megafp8.optimizer.gradient_checks import LOSS, sum_over_ranks
+from megafp8.metrics.step_totals import LOSS, sum_over_ranks
 from megafp8.resilience import fault_injection
 from megafp8.resilience.watchdog import AFTER_STEP, EVALUATION
-from megafp8.training.bad_steps import sum_losses
 from megafp8.training.precision import high_precision
 from megafp8.training.run import Run
 from megafp8.training.signals import is_stop_requested
-from megafp8.training.step import forward_backward, forward_or_replay
+from megafp8.training.step import forward_backward, forward_or_replay, sum_losses
 from megafp8.training.task_scores import score_tasks
 
 

@@ -16,13 +16,12 @@ from megafp8.checkpoint.progress import Progress
 from megafp8.device.collective_errors import error_text
 from megafp8.errors import CheckpointError, NumericsError
 from megafp8.metrics.sinks import Sinks
+from megafp8.metrics.step_totals import StepTotals
 from megafp8.metrics.timers import DATA_WAIT, StepTimer
-from megafp8.optimizer.gradient_checks import StepTotals
-from megafp8.training.bad_steps import progress_after_step
 from megafp8.training.cuda_graph import Batch, StepHooks
 from megafp8.training.evaluation import build_batches
 from megafp8.training.run import Run
-from megafp8.training.step import StepResult
+from megafp8.training.step import StepResult, progress_after_step
 
 
 @dataclass

@@ -7,8 +7,8 @@ from contextlib import ExitStack, closing, contextmanager
 
 from megafp8.data.loader import loader_exits_as_data_errors
 from megafp8.errors import NumericsError
+from megafp8.metrics.step_totals import StepTotals
 from megafp8.metrics.timers import RECORDS, ROLLBACK
-from megafp8.optimizer.gradient_checks import StepTotals
 from megafp8.training.extension import Extension, LoopState
 from megafp8.training.step import train_step
 

@@ -25,9 +25,9 @@ from megafp8.mcore.process_groups import RankPosition
 from megafp8.metrics.timers import StepTimer
 from megafp8.models.graph_room import GraphRoom
 from megafp8.models.loss import build_forward_step
+from megafp8.nonfinite.policy import fall_back
 from megafp8.resilience.watchdog import Watchdog
 from megafp8.training.cuda_graph import EagerPasses
-from megafp8.training.nonfinite_operands import fall_back
 from megafp8.training.precision import PrecisionPhases
 from megafp8.training.step_parts import BadStepDetector, StepPart
 

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Optional, Union
 
+import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megafp8.checkpoint.progress import Progress
+from megafp8.checkpoint.progress import ROLLBACK, Progress, SkippedSamples
+from megafp8.data.loader import describe_samples, samples_of_step
 from megafp8.mcore.process_groups import reset_param_gather
+from megafp8.metrics.step_totals import SQUARED_NORM, STOPPING_RANKS, StepTotals, sum_over_ranks
 from megafp8.models.layer_runtime import layer_runtime
+from megafp8.nonfinite.gradients import describe_bad_ranks, loss_and_flags
+from megafp8.nonfinite.operands import NonfiniteOperands
+from megafp8.nonfinite.policy import SUM_OVERFLOWS, BadStep, StepSamples
 from megafp8.optimizer.fused_adam import FusedAdamOptimizer
-from megafp8.optimizer.gradient_checks import StepTotals
 from megafp8.optimizer.schedules import can_lower_loss_scale, current_learning_rate, current_loss_scale
 from megafp8.optimizer.skip_update import SkipUpdateOptimizer
 from megafp8.resilience import fault_injection
-from megafp8.training import bad_steps
 from megafp8.training.cuda_graph import Batches, StepHooks
-from megafp8.training.nonfinite_operands import NonfiniteOperands
 from megafp8.training.run import Run
+from megafp8.training.step_parts import Reports
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class StepResult:
     learning_rate: float
     num_zeros_in_grad: Optional[int]
     is_skipped: bool
-    bad_step: Optional[bad_steps.BadStep]
+    bad_step: Optional[BadStep]
     loss_scale: Optional[float]
     nonfinite_operands: NonfiniteOperands = NonfiniteOperands()
     metrics: Mapping[str, Any] = field(default_factory=dict)
@@ -127,7 +133,7 @@ def pass_step(
     is_eager: bool,
     step_hooks: Sequence[StepHooks],
     after_launch: Callable[[], None] = lambda: None,
-) -> tuple[StepTotals, Optional[bad_steps.BadStep]]:
+) -> tuple[StepTotals, Optional[BadStep]]:
     """Forward and backward pass of a step, and its numbers; arguments as for `train_step`."""
     begin_step(run, progress)
     run.set_precision(progress.step + 1)
@@ -138,7 +144,66 @@ def pass_step(
         squared_norm = optimizer.squared_norm() if isinstance(optimizer, FusedAdamOptimizer) else None
         after_launch()
         fault_injection.point("step.after_backward")
-        return bad_steps.sum_step(run, reports, progress, squared_norm)
+        return sum_step(run, reports, progress, squared_norm)
+
+
+def sum_step(
+    run: Run, reports: Reports, progress: Progress, squared_norm: Optional[Tensor]
+) -> tuple[StepTotals, Optional[BadStep]]:
+    """Sum the numbers of a step over all ranks, and find out whether loss, gradients and operands are finite.
+
+    Args:
+        reports: of the losses of this rank's microbatches.
+        progress: before the step.
+        squared_norm: of the gradient shards that this rank updates with; None where the optimizer takes the norm.
+    """
+    device, detector = run.platform.device, run.bad_steps
+    counted_loss = sum_losses(reports) if run.rank_position.reports_loss else None
+    if counted_loss is not None:
+        fault_injection.poison("step.loss", counted_loss[:1])
+    bad = detector.gradients.counts(squared_norm)
+    numbers = loss_and_flags(counted_loss, bad, device, bool(run.watchdog.received_signal))
+    if squared_norm is not None:
+        numbers[SQUARED_NORM] = squared_norm
+    for part in run.parts:
+        counts = part.counts(reports)
+        assert not counts.keys() & numbers.keys(), f"two parts of a step count {counts.keys() & numbers.keys()}"
+        numbers |= counts
+    totals = sum_over_ranks(numbers, device)
+    run.watchdog.agree_to_stop(totals.number(STOPPING_RANKS))
+    names_saturated = (progress.step + 1) % run.config.logging.log_interval == 0
+    detector.nonfinite = detector.operands.find(totals, names_saturated)
+
+    def bad_ranks(is_loss_finite: bool) -> list[str]:
+        samples = describe_rank_samples(run, progress)
+        return describe_bad_ranks(detector.gradients, bad, counted_loss, samples, is_loss_finite)
+
+    samples = samples_after(run, progress)
+    return totals, detector.policy.find(totals, detector.nonfinite, samples, bad_ranks)
+
+
+def sum_losses(reports: Reports) -> Optional[Tensor]:
+    """(loss sum, tokens) over the microbatches of a step; None on a rank without reports."""
+    return torch.stack([report["loss"] for report in reports]).sum(0) if reports else None
+
+
+def samples_after(run: Run, progress: Progress) -> StepSamples:
+    """The step after a progress, and the samples of its global batch."""
+    first = progress.consumed_samples
+    return StepSamples(progress.step + 1, range(first, first + run.batch_size_at(first)))
+
+
+def describe_rank_samples(run: Run, progress: Progress) -> str:
+    """The samples of the next global batch that this rank reads, in words."""
+    return describe_samples(
+        samples_of_step(
+            consumed_samples=progress.consumed_samples,
+            micro_batch_size=run.micro_batch_size,
+            data_parallel_rank=run.rank_position.data_rank,
+            data_parallel_size=run.rank_position.data_size,
+            global_batch_size=run.batch_size_at(progress.consumed_samples),
+        )
+    )
 
 
 def begin_step(run: Run, progress: Progress) -> None:
@@ -148,7 +213,7 @@ def begin_step(run: Run, progress: Progress) -> None:
         part.begin(progress)
 
 
-def undo_step(run: Run, progress: Progress, bad_step: Optional[bad_steps.BadStep]) -> None:
+def undo_step(run: Run, progress: Progress, bad_step: Optional[BadStep]) -> None:
     """Restore the state that forward-backward changed, after a step without an update.
 
     Raises:
@@ -157,7 +222,7 @@ def undo_step(run: Run, progress: Progress, bad_step: Optional[bad_steps.BadStep
     for part in run.parts:
         part.undo()
     if bad_step is not None:
-        bad_steps.check_may_skip(run, progress, bad_step)
+        run.bad_steps.policy.check_may_skip(progress, bad_step)
         for part in run.parts:
             part.skip()
         run.change_linears(bad_step.fallbacks)
@@ -165,23 +230,23 @@ def undo_step(run: Run, progress: Progress, bad_step: Optional[bad_steps.BadStep
 
 def update(
     run: Run, progress: Progress, totals: StepTotals
-) -> tuple[bool, Optional[float], Optional[float], Optional[bad_steps.BadStep]]:
+) -> tuple[bool, Optional[float], Optional[float], Optional[BadStep]]:
     """Update the weights, unless loss or gradient norm spike.
 
     Returns:
         Whether the weights were updated, the norm before clipping, the number of zeros in the gradients if the run
         logs it, and why the update was skipped.
     """
-    optimizer = run.training_state.optimizer
-    bad_step: Optional[bad_steps.BadStep] = None
+    optimizer, policy, samples = run.training_state.optimizer, run.bad_steps.policy, samples_after(run, progress)
+    bad_step: Optional[BadStep] = None
     if isinstance(optimizer, FusedAdamOptimizer):
         # Its norm was reduced together with the loss.
-        bad_step = bad_steps.find_spike(run, progress, totals.loss, totals.grad_norm)
+        bad_step = policy.of_spike(progress.history, totals.loss, totals.grad_norm, samples)
         return (False, totals.grad_norm, None, bad_step) if bad_step else (*optimizer.step(totals.grad_norm), None)
 
     def is_allowed(grad_norm: float) -> bool:
         nonlocal bad_step
-        bad_step = bad_steps.find_spike(run, progress, totals.loss, grad_norm)
+        bad_step = policy.of_spike(progress.history, totals.loss, grad_norm, samples)
         return bad_step is None
 
     may_overflow = not run.config.training.check_for_nan_in_loss_and_grad or can_lower_loss_scale(optimizer)
@@ -190,8 +255,54 @@ def update(
     # megatron-core 0.19 leaves both on the device.
     grad_norm, num_zeros = (None if value is None else float(value) for value in found)
     if not is_updated and bad_step is None and not may_overflow:
-        bad_step = bad_steps.non_finite_step(run, progress, [bad_steps.SUM_OVERFLOWS])
+        bad_step = policy.of_numbers(samples, [SUM_OVERFLOWS])
     return is_updated, grad_norm, num_zeros, bad_step
+
+
+def progress_after_step(
+    run: Run,
+    progress: Progress,
+    bad_step: Optional[BadStep],
+    values: Optional[tuple[float, float]],
+    changed: Mapping[str, Any] = MappingProxyType({}),
+) -> Progress:
+    """The progress after a step.
+
+    Args:
+        bad_step: why its update was skipped, if it was.
+        values: loss and gradient norm of a step that updated the weights; None where the loss scale overflowed.
+        changed: further fields that the step changes.
+    """
+    step, history = progress.step + 1, progress.history
+    consumed = progress.consumed_samples + run.batch_size_at(progress.consumed_samples)
+    if bad_step is not None:
+        history = history.after_skip(SkippedSamples(progress.consumed_samples, consumed, step, bad_step.reason))
+        history = history.after_fallback(bad_step.fallbacks)
+    elif values is not None:
+        spikes = run.bad_steps.policy.spikes
+        history = history.after_update(spikes.after_update(history.window, *values) if spikes else ())
+    else:
+        history = history.after_overflow()
+    return dataclasses.replace(progress, step=step, consumed_samples=consumed, history=history, **changed)
+
+
+def progress_after_rollback(run: Run, failed: Progress, loaded: Progress, num_batches: int) -> Progress:
+    """The progress after a rollback past some global batches, which count as steps without an update.
+
+    Args:
+        failed: before the step that failed.
+        loaded: that of the checkpoint.
+    """
+    end = run.batch_schedule.advance(num_batches, loaded.consumed_samples)
+    skipped = SkippedSamples(loaded.consumed_samples, end, failed.step + 1, ROLLBACK)
+    history = dataclasses.replace(
+        loaded.history,
+        skipped=(*loaded.history.skipped, skipped),
+        num_in_row=0,
+        num_rollbacks=failed.history.num_rollbacks + 1,
+        moved_linears=failed.history.moved_linears,  # they stay in high precision
+    )
+    return dataclasses.replace(loaded, step=loaded.step + num_batches, consumed_samples=end, history=history)
 
 
 def clear_gradients(run: Run) -> None:

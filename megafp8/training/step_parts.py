@@ -14,31 +14,33 @@ from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from megafp8.checkpoint.progress import Progress, TrainingState
 from megafp8.config import derived, multi_token
+from megafp8.config.health_case import health_case
 from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.mixture import PEER, is_mixture, token_dispatcher
 from megafp8.config.optimizers import is_layer_wise
 from megafp8.config.schema import RunConfig
+from megafp8.metrics.health_suggestions import for_nonfinite_values
+from megafp8.metrics.step_totals import StepTotals
 from megafp8.models.attention_logits import LargestLogits
 from megafp8.models.graph_room import GraphRoom
 from megafp8.models.grouped_moe import PeerMoELayer
 from megafp8.models.peer_exchange import load_room
 from megafp8.models.router import ExpertBiasSnapshot
+from megafp8.nonfinite.gradients import GradientNormCheck, build_gradient_check
+from megafp8.nonfinite.operands import NonfiniteOperands, OperandMonitor, build_operand_monitor
+from megafp8.nonfinite.policy import BadStepPolicy
 from megafp8.optimizer.data_parallel import runtime_of
-from megafp8.optimizer.fp8_gradients import Fp8Reduction, next_factor
+from megafp8.optimizer.fp8_gradients import CodeCounts, Fp8Reduction, next_factor
 from megafp8.optimizer.fp8_reduction import build_fp8_reduction
-from megafp8.optimizer.fused_adam import FusedAdamOptimizer
-from megafp8.optimizer.gradient_checks import CodeCounts, GradientNormCheck, StepTotals
 from megafp8.optimizer.gradient_communication import WgradOverwrite
 from megafp8.optimizer.qk_clip import QkClip, data_group
 from megafp8.optimizer.received_bytes import ReceivedBytes
-from megafp8.optimizer.skip_update import NoSpikes, SpikeDetector, SpikeRule
+from megafp8.optimizer.skip_update import SpikeDetector
 from megafp8.optimizer.weight_ema import WeightEma
-from megafp8.training.nonfinite_operands import NonfiniteOperands, OperandCounter, build_operand_monitor
 from megafp8.training.precision import DelayedScalingSnapshot
 
 Reports = Sequence[Mapping[str, Tensor]]
@@ -348,12 +350,12 @@ class BadStepDetector(StepPart):
     Attributes:
         gradients: the check of this rank's gradients.
         operands: counts non-finite and saturated operands.
-        spikes: the spike rule.
+        policy: decides on what they find.
         nonfinite: the operands of the last step.
     """
 
-    def __init__(self, gradients: GradientNormCheck, operands: OperandCounter, spikes: SpikeRule):
-        self.gradients, self.operands, self.spikes = gradients, operands, spikes
+    def __init__(self, gradients: GradientNormCheck, operands: OperandMonitor, policy: BadStepPolicy):
+        self.gradients, self.operands, self.policy = gradients, operands, policy
         self.nonfinite = NonfiniteOperands()
 
     def begin(self, progress: Progress) -> None:
@@ -363,11 +365,6 @@ class BadStepDetector(StepPart):
     def counts(self, reports: Reports) -> Mapping[str, Tensor]:
         return self.operands.counts()
 
-    def find_operands(self, totals: StepTotals, names_saturated: bool) -> NonfiniteOperands:
-        """Find the non-finite and saturated operands of the step, and keep them for its record. Collective."""
-        self.nonfinite = self.operands.nonfinite_operands(totals, names_saturated)
-        return self.nonfinite
-
     def metrics(self, progress: Progress, totals: StepTotals) -> Mapping[str, Any]:
         return self.operands.metrics(self.nonfinite)
 
@@ -376,29 +373,19 @@ def build_bad_step_detector(
     config: RunConfig, training_state: TrainingState, implementation: LayerBackend, device: torch.device
 ) -> BadStepDetector:
     """The detector of a run. The checks of its gradients come before their reduction."""
-    training = config.training
-    spikes: SpikeRule = NoSpikes()
+    training, precision = config.training, config.precision
+    spikes = None
     if training.spike_policy != "off":
         spikes = SpikeDetector(
             training.spike_window, training.spike_sigma, training.spike_min_steps, training.spike_norm_factor
         )
-    operands = build_operand_monitor(config, training_state.chunks, implementation, device)
-    return BadStepDetector(build_gradient_check(config, training_state, device), operands, spikes)
-
-
-def build_gradient_check(config: RunConfig, training_state: TrainingState, device: torch.device) -> GradientNormCheck:
-    """The check of each rank's local gradients before they are reduced, or of the gradient norm where that is enough.
-
-    The fused optimizer's norm is enough where every rank holds the complete model, or where there is no data
-    parallelism: `find_local` can then tell afterwards which rank the non-finite values came from.
-    """
-    data_size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-    is_complete = data_size in (1, dist.get_world_size()) and not config.parallel.shards_weights
-    norm_tells = is_complete and isinstance(training_state.optimizer, FusedAdamOptimizer)
-    if norm_tells or not config.training.check_for_nan_in_loss_and_grad:
-        return GradientNormCheck(training_state.chunks, device, searches_buckets=data_size > 1)
-    chunks, in_fp8 = training_state.chunks, config.precision.grad_reduce_in_fp8
-    return runtime_of(chunks[0]).gradient_monitor(chunks, device, in_fp8)
+    operands = build_operand_monitor(config.model, precision, training_state.chunks, implementation, device)
+    in_fp8 = precision.grad_reduce_in_fp8
+    gradients = build_gradient_check(training_state, training, config.parallel, in_fp8, device)
+    policy = BadStepPolicy(
+        training, config.optimizer, training_state.optimizer, spikes, lambda: for_nonfinite_values(health_case(config))
+    )
+    return BadStepDetector(gradients, operands, policy)
 
 
 def state_parts(

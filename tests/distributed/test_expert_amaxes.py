@@ -11,10 +11,10 @@ from stacked_experts import EP2, MODEL, stack_experts
 
 from megafp8.config import precision_map
 from megafp8.models.grouped_moe import GroupedExperts
+from megafp8.nonfinite.experts import ExpertAmaxes
+from megafp8.nonfinite.policy import move_grouped_experts
 from megafp8.quantization.counters import QUANTIZERS
 from megafp8.quantization.delayed_scaling import DelayedScales
-from megafp8.training.expert_amaxes import ExpertAmaxes
-from megafp8.training.nonfinite_operands import move_grouped_experts
 
 
 def faults(flags: str, world_size: int) -> tuple[list[int], dict[str, list[int]], list[str], float]:
@@ -24,8 +24,8 @@ def faults(flags: str, world_size: int) -> tuple[list[int], dict[str, list[int]]
     config = small_config("llama", f"{MODEL} {flags}", world_size)
     chunks = unwrap_model(build_run(config).training_state.chunks)
     names = precision_map.linears_with_statistics(config.model, config.precision)
-    ExpertAmaxes(names, chunks)  # of an earlier run in the process
-    counts = ExpertAmaxes(names, chunks)
+    ExpertAmaxes(names, chunks, torch.device("cpu"))  # of an earlier run in the process
+    counts = ExpertAmaxes(names, chunks, torch.device("cpu"))
     layers = [module for module in chunks[0].modules() if isinstance(module, GroupedExperts)]
 
     def microbatch(amax: float, first_gradient: float, infinite: float) -> None:
@@ -41,8 +41,7 @@ def faults(flags: str, world_size: int) -> tuple[list[int], dict[str, list[int]]
 
     microbatch(448.0, 464.0, torch.inf)
     microbatch(448.0, 448.0, 448.0)
-    totals = counts.add_to(torch.zeros(3, dtype=torch.int64)).tolist()
-    table = counts.add_to_table(torch.zeros(len(names), len(QUANTIZERS), 2, dtype=torch.int64))
+    totals, table = counts.counts().tolist(), counts.find()
     found = {
         f"{names[row]}.{QUANTIZERS[column][0].value}.{QUANTIZERS[column][1].value}": table[row, column].tolist()
         for row, column in table.any(dim=2).nonzero().tolist()
@@ -51,7 +50,7 @@ def faults(flags: str, world_size: int) -> tuple[list[int], dict[str, list[int]]
     microbatch(224.0, 224.0, 224.0)
     scale = layers[1].quantizer_state["linear_fc2"].quant_scale[0, 1].item()
     counts.reset()
-    assert not counts.add_to(torch.zeros(3, dtype=torch.int64)).any()
+    assert not counts.counts().any()
     return totals, found, infinite, scale
 
 

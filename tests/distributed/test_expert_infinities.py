@@ -20,8 +20,8 @@ from torch import Tensor
 interpreter.skip_without_kernels()
 
 from megafp8.checkpoint.progress import Progress
+from megafp8.metrics.step_totals import OPERAND_COUNTS
 from megafp8.models.grouped_moe import GroupedExperts
-from megafp8.optimizer.gradient_checks import OPERANDS
 from megafp8.training.evaluation import build_batches
 from megafp8.training.step import train_step
 
@@ -70,7 +70,7 @@ def counted(flags: str, world_size: int, is_stacked: bool) -> tuple[list[str], f
     nonfinite = train_step(run, batches, Progress(0, 0)).nonfinite_operands
     assert not nonfinite.infinite_amaxes, "no recipe here has a history"
     run.bad_steps.operands.reset()
-    assert not run.bad_steps.operands.counts()[OPERANDS].any()
+    assert not run.bad_steps.operands.counts()[OPERAND_COUNTS].any()
     return sorted(name for name, counts in nonfinite.counts if counts.non_finite), nonfinite.num_non_finite
 
 

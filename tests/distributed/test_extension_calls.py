@@ -14,7 +14,7 @@ from small_run import PLAIN, build_run, small_config
 from megafp8.errors import NumericsError
 from megafp8.metrics.records import QuantizationRecord
 from megafp8.metrics.sinks import Sinks
-from megafp8.optimizer.gradient_checks import StepTotals
+from megafp8.metrics.step_totals import StepTotals
 from megafp8.resilience import fault_injection
 from megafp8.resilience.watchdog import Watchdog
 from megafp8.training import pretrain

@@ -28,13 +28,13 @@ from megafp8.optimizer import fp8_gradients
 from megafp8.optimizer.fp8_gradients import (
     FACTOR_GROWTH,
     ROWS_PER_PART,
+    CodeCounts,
     Fp8Reduction,
     GradientCodes,
     PipelinedReduction,
     next_factor,
 )
 from megafp8.optimizer.fp8_reduction import bucket_reduction
-from megafp8.optimizer.gradient_checks import CodeCounts
 from megafp8.optimizer.gradient_communication import add_grad_sync_hook
 from megafp8.recipes.formats import E4M3, E5M2, Format
 from megafp8.training.evaluation import build_batches

@@ -23,10 +23,9 @@ from megafp8.metrics.records import OperandCounts
 from megafp8.models.layer_runtime import emulated_linears_by_name
 from megafp8.quantization.delayed_scaling import DelayedState
 from megafp8.training import pretrain
-from megafp8.training.bad_steps import progress_after_step
 from megafp8.training.evaluation import build_batches
 from megafp8.training.run import Run
-from megafp8.training.step import StepResult, train_step
+from megafp8.training.step import StepResult, progress_after_step, train_step
 
 BAD_STEP, STEPS, BATCH = 3, 5, 8
 BAD = "layers.1.linear_fc2"

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from megafp8.config.schema import RunConfig
 from megafp8.errors import NumericsError
+from megafp8.nonfinite.gradients import GradientNormCheck
 from megafp8.optimizer.fused_adam import FusedAdamOptimizer
-from megafp8.optimizer.gradient_checks import GradientNormCheck
 from megafp8.training.run import Run
-from megafp8.training.step_parts import build_gradient_check
+from megafp8.training.step_parts import build_bad_step_detector
 
 BAD_STEP = 2
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
@@ -191,7 +191,8 @@ def test_gradients_are_checked_before_the_reduction_where_the_norm_cannot_name_t
 
     def watched() -> bool:
         run = checked_by_norm(build_run(config), unchanged)
-        return type(build_gradient_check(config, run.training_state, torch.device("cpu"))) is not GradientNormCheck
+        detector = build_bad_step_detector(config, run.training_state, run.implementation, torch.device("cpu"))
+        return type(detector.gradients) is not GradientNormCheck
 
     assert run_ranks(world_size, watched) == [is_watched] * world_size
 

@@ -11,10 +11,9 @@ from small_run import FP8, PLAIN, build_run, fingerprint, small_config, weights
 from megafp8.analysis.runs import load_run
 from megafp8.checkpoint.directory import complete_steps
 from megafp8.checkpoint.progress import ROLLBACK, SPIKE, Progress, SkippedSamples
-from megafp8.training.bad_steps import progress_after_step
 from megafp8.training.evaluation import build_batches
 from megafp8.training.resume import resume
-from megafp8.training.step import train_step
+from megafp8.training.step import progress_after_step, train_step
 
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"

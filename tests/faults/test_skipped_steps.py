@@ -34,10 +34,9 @@ from megafp8.checkpoint.metadata import read_contents
 from megafp8.checkpoint.progress import NOT_FINITE, Progress, SkipHistory, SkippedSamples
 from megafp8.quantization.delayed_scaling import DelayedState
 from megafp8.resilience.run_state import read_run_state
-from megafp8.training.bad_steps import progress_after_step
 from megafp8.training.evaluation import build_batches
 from megafp8.training.run import Run
-from megafp8.training.step import train_step
+from megafp8.training.step import progress_after_step, train_step
 
 BAD_STEP, STEPS, BATCH = 3, 5, 8
 SKIP = "--max-skipped-steps 2"

@@ -27,8 +27,8 @@ from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.save import save_checkpoint
 from megafp8.models.grouped_moe import GroupedExperts
 from megafp8.models.router import GatingInFP32
+from megafp8.nonfinite.operands import NonfiniteOperands
 from megafp8.training.evaluation import build_batches
-from megafp8.training.nonfinite_operands import NonfiniteOperands
 from megafp8.training.run import Run
 from megafp8.training.step import train_step
 

@@ -22,11 +22,10 @@ from megafp8.checkpoint.progress import OPERAND, HighPrecisionFallback, Progress
 from megafp8.checkpoint.save import save_checkpoint
 from megafp8.mcore.modules import named_linears
 from megafp8.te import layers
-from megafp8.training.bad_steps import progress_after_step
 from megafp8.training.evaluation import build_batches
 from megafp8.training.extensions.guard import LayerStatistics
 from megafp8.training.run import Run
-from megafp8.training.step import StepResult, forward_backward, train_step
+from megafp8.training.step import StepResult, forward_backward, progress_after_step, train_step
 
 SPOILED = "layers.1.linear_fc2"
 

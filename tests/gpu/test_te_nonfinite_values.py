@@ -17,7 +17,6 @@ from megafp8.checkpoint.progress import (
     SPIKE,
     Progress,
 )
-from megafp8.training.bad_steps import progress_after_step
 from megafp8.training.evaluation import build_batches
 from megafp8.training.extensions.replica_check import (
     BitHash,
@@ -26,7 +25,7 @@ from megafp8.training.extensions.replica_check import (
 )
 from megafp8.training.precision import delayed_scaling_tensors
 from megafp8.training.run import Run
-from megafp8.training.step import StepResult, train_step
+from megafp8.training.step import StepResult, progress_after_step, train_step
 
 SPIKES = "--spike-policy skip --spike-window 8 --spike-min-steps 3"
 

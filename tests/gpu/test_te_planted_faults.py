@@ -19,9 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.layer_faults import Fault, LayerFault
 from megafp8.checkpoint.progress import Progress
-from megafp8.training.bad_steps import progress_after_step
 from megafp8.training.evaluation import build_batches
-from megafp8.training.step import StepResult, train_step
+from megafp8.training.step import StepResult, progress_after_step, train_step
 
 FLAGS = "--cuda-graph-impl none --max-skipped-steps 1 --no-use-transformer-engine-op-fuser"
 """A fused MLP calls no linear_fc2, into which an infinite value could be planted."""

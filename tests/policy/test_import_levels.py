@@ -28,10 +28,11 @@ LEVELS = {
     "te": 5, "resources": 5, "optimizer": 5, "metrics": 5,
     "checkpoint": 6, "fsdp": 6,
     "models": 7,
-    "training": 8,
-    "planning": 9, "data/preprocessing": 9, "checkpoint/convert": 9, "training/device_verification": 9,
-    "launch": 10, "analysis": 10,
-    "cli": 11,
+    "nonfinite": 8,
+    "training": 9,
+    "planning": 10, "data/preprocessing": 10, "checkpoint/convert": 10, "training/device_verification": 10,
+    "launch": 11, "analysis": 11,
+    "cli": 12,
 }  # fmt: skip
 # The core trains. Wings use it, and it imports none of them. The parts of each wing, and the groups that it may import:
 WINGS = {
@@ -58,7 +59,8 @@ PARTS_WITHOUT_TORCH = {
     "errors", "utils", "recipes", "resilience", "config", "resources", "planning", "launch", "analysis", "cli",
 }  # fmt: skip
 PARTS_WITH_MEGATRON = {
-    "data", "mcore", "te", "optimizer", "checkpoint", "checkpoint/convert", "fsdp", "models", "training",
+    "data", "mcore", "te", "optimizer", "checkpoint", "checkpoint/convert", "fsdp", "models", "nonfinite",
+    "training",
 }  # fmt: skip
 PART_WITH_TRANSFORMER_ENGINE = "te"
 PATCHED_BY = {"megatron": "mcore", "torch": "mcore", "transformer_engine": "te"}

@@ -3,7 +3,7 @@
 The run restarts from a checkpoint well before the spike and skips the batches before and during it, as PaLM's training
 did (Chowdhery et al., arXiv:2204.02311, section 5.1). Skipped batches count as steps without an update: the run ends at
 the same step with the same data, and its learning-rate schedule lags by the number of skipped steps.
-`training/bad_steps.py` decides whether a rollback is allowed.
+`nonfinite/policy.py` decides whether a rollback is allowed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from megafp8.data.loader import describe_samples
 from megafp8.errors import NumericsError
 from megafp8.metrics.records import EventRecord
 from megafp8.metrics.sinks import Sinks
-from megafp8.training.bad_steps import is_rollback_allowed, progress_after_rollback
 from megafp8.training.extension import Extension, LoopState
 from megafp8.training.extensions.checkpoints import Checkpoints
 from megafp8.training.run import Run, checkpoint_folders
 from megafp8.training.run_record import run_record
-from megafp8.training.step import StepResult
+from megafp8.training.step import StepResult, progress_after_rollback
 
 
 class Rollback(Extension):
@@ -44,7 +43,7 @@ class Rollback(Extension):
             NumericsError: there is no checkpoint to return to.
         """
         run, saver = state.run, self.checkpoints.saver
-        if not is_rollback_allowed(run, state.progress):
+        if not run.bad_steps.policy.is_rollback_allowed(state.progress.history):
             return False
         saver.finish(is_last=False)
         run.watchdog.enter("rollback", state.step + 1)

@@ -28,10 +28,10 @@ from megafp8.errors import NumericsError
 from megafp8.metrics.collector import TensorObserver, build_statistics_plan, collect
 from megafp8.metrics.health import HealthMonitor
 from megafp8.metrics.records import QuantizationRecord, Record
+from megafp8.metrics.step_totals import StepTotals
 from megafp8.metrics.tensor_table import StatisticsTable
 from megafp8.metrics.timers import RECORDS
 from megafp8.optimizer.fused_adam import FusedAdamOptimizer
-from megafp8.optimizer.gradient_checks import StepTotals
 from megafp8.optimizer.schedules import current_loss_scale
 from megafp8.quantization.linear_plan import Observer
 from megafp8.recipes.base import Operand

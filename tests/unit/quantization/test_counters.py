@@ -8,10 +8,10 @@ from torch import Tensor
 
 from megafp8.config import flags
 from megafp8.config.precision_map import build_recipe
+from megafp8.nonfinite.operands import EmulatedCounters
 from megafp8.quantization import quantize as quantize_module
 from megafp8.quantization.counters import (
     QUANTIZERS,
-    QuantizerCounters,
     count_non_finite_on_device,
     count_saturated_on_device,
     has_exact_block_scales,
@@ -216,7 +216,7 @@ def test_every_quantizer_of_a_linear_is_counted(recipe: str) -> None:
     rules = build_recipe(flags.parse(fp8_or_fp4.split()).config.precision)
     assert rules is not None
     noise = RoundingNoise("test") if rules.is_stochastic else None
-    counters = QuantizerCounters(("a", "b"), torch.device("cpu"))
+    counters = EmulatedCounters(("a", "b"), [], torch.device("cpu"))
     plan = LinearPlan(recipe=rules, counts=counters.of_linear("b"), noise=noise)
     x, w = (torch.randn(64, 64).bfloat16().requires_grad_() for _ in range(2))
     with torch.no_grad():
@@ -227,6 +227,6 @@ def test_every_quantizer_of_a_linear_is_counted(recipe: str) -> None:
     emulated_linear(x, w, None, plan).backward(grad)
     assert counters.table[0].sum() == 0
     assert counters.table[1, :, 0].tolist() == [1] * len(QUANTIZERS), "one for each use of each operand"
-    assert counters.totals()[0] == 6
+    assert counters.counts()[0] == 6
     counters.reset()
-    assert counters.totals().tolist() == [0, 0]
+    assert counters.counts().tolist() == [0, 0, 0]

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from megafp8.config.grouped_experts import shares_input_codes
-from megafp8.quantization.counters import NON_FINITE, QuantizerCounters
+from megafp8.nonfinite.operands import EmulatedCounters
+from megafp8.quantization.counters import NON_FINITE
 from megafp8.quantization.delayed_scaling import DelayedState
 from megafp8.quantization.linear import emulated_linear
 from megafp8.quantization.linear_plan import LinearPlan
@@ -86,7 +87,7 @@ def test_values_that_are_not_finite_are_counted(value: float) -> None:
     inputs = rows(1)
     inputs[2, 3] = value
     numbers, scale = arrived(RECIPE, inputs)
-    counters = QuantizerCounters(["fc1"], torch.device("cpu"))
+    counters = EmulatedCounters(["fc1"], [], torch.device("cpu"))
     plan = LinearPlan(recipe=RECIPE, prequantized=scale, counts=counters.of_linear("fc1"))
     emulated_linear(numbers, rows(2), None, plan)
     assert counters.of_linear("fc1")[Operand.INPUT, Gemm.FPROP][NON_FINITE] == 1

@@ -18,11 +18,11 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from megafp8.config import precision_schedule
 from megafp8.config.schema import ModelConfig, PrecisionConfig
 from megafp8.models.grouped_moe import GroupedExperts
+from megafp8.nonfinite.policy import move_grouped_experts
 from megafp8.te import counters, layers, patches, quantizers, recipes
 from megafp8.te.counters import AmaxCounters
 from megafp8.te.high_precision_fallback import move_to_high_precision, split
 from megafp8.te.recipes import OutputLayer, apply_precision_map, set_precision, wrap_with_recipe
-from megafp8.training.nonfinite_operands import move_grouped_experts
 
 DELAYED = DelayedScaling(amax_history_len=4, fp8_format=Format.HYBRID, amax_compute_algo="max", reduce_amax=False)
 TENSORWISE = Float8CurrentScaling()
@@ -204,7 +204,7 @@ move_to_high_precision([chunk], [NAMES[3]])
 assert chunk.step(TENSORWISE)[2:] == [True, False]
 seen.reset()
 getattr(chunk.layer.mlp.linear_fc1.quantizers["scaling_fwd"][0], quantizers.INFINITY).fill_(1)
-assert seen.totals().tolist() == [1, 0, 0] and seen.table()[2].any() and not seen.table()[[0, 1, 3]].any()
+assert seen.counts().tolist() == [1, 0, 0] and seen.find()[2].any() and not seen.find()[[0, 1, 3]].any()
 
 # The output layer.
 chunk.output_layer = OutputLayer.__new__(OutputLayer)

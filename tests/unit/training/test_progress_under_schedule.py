@@ -7,9 +7,8 @@ from typing import Any
 
 from megafp8.checkpoint.progress import Progress
 from megafp8.config import flags
-from megafp8.optimizer.skip_update import NoSpikes
-from megafp8.training.bad_steps import progress_after_rollback, progress_after_step
 from megafp8.training.run import Run
+from megafp8.training.step import progress_after_rollback, progress_after_step
 
 WORDS = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
@@ -23,7 +22,7 @@ def build_run() -> Any:
     fields: dict[str, Any] = dict.fromkeys(Run.__dataclass_fields__)
     rank_position: Any = SimpleNamespace(world_size=2)
     fields |= {"config": flags.parse(WORDS.split()).config, "rank_position": rank_position}
-    return Run(**fields | {"bad_steps": SimpleNamespace(spikes=NoSpikes())})
+    return Run(**fields | {"bad_steps": SimpleNamespace(policy=SimpleNamespace(spikes=None))})
 
 
 def test_the_end_is_the_same_from_every_step() -> None:

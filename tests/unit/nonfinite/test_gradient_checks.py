@@ -9,20 +9,16 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from megafp8.optimizer.gradient_checks import (
-    BAD_RANKS,
-    LOSS,
-    STOPPING_RANKS,
+from megafp8.metrics.step_totals import BAD_RANKS, LOSS, STOPPING_RANKS, StepTotals, sum_over_ranks
+from megafp8.nonfinite.gradients import (
     BadTensor,
     NonFiniteGradientMonitor,
     NonFiniteReport,
-    StepTotals,
     describe_report,
     find_bad_tensor,
     is_finite,
     loss_and_flags,
     parameters_in_forward_order,
-    sum_over_ranks,
 )
 
 CPU = torch.device("cpu")

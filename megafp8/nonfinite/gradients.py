@@ -1,12 +1,10 @@
 """Checks for non-finite losses and gradients, and locates the rank and tensor that caused them.
 
 Detection: a norm is finite only if all elements are. Only the fused optimizer's norm of the reduced gradients is
-checked where that is enough to find the rank afterwards (`build_gradient_check` in `training/step_parts.py`). Otherwise
-`NonFiniteGradientMonitor` computes the norm of each bucket before it is reduced over the data-parallel ranks, because a
-NaN spreads to all ranks in the reduction. This reads the gradients once per step and does not synchronize; the result
-is one flag on the device. Sharded weights have their own check (`DataParallelRuntime.gradient_monitor`). After the
-backward pass `sum_over_ranks` sums losses and flags over all ranks, so that all ranks skip the update or stop together.
-megatron-core's own check does not name a rank, and with BF16 weights it has none.
+checked where that is enough to find the rank afterwards (`build_gradient_check`). Otherwise `NonFiniteGradientMonitor`
+computes the norm of each bucket before it is reduced over the data-parallel ranks, because a NaN spreads to all ranks
+in the reduction. This reads the gradients once per step and does not synchronize; the result is one flag on the device.
+Sharded weights have their own check. megatron-core's check does not name a rank, and with BF16 weights it has none.
 
 Location: the search for the tensor runs only after a detection. If the gradients are already reduced, the local
 gradients of a rank can still be checked. A reduce-scatter overwrites only the shard that a rank owns and leaves its
@@ -16,10 +14,7 @@ This holds only where every rank has the complete model: tensor-parallel ranks a
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Optional
 
@@ -29,13 +24,20 @@ from megatron.core import parallel_state
 from megatron.core.utils import to_local_if_dtensor
 from torch import Tensor
 
+from megafp8.checkpoint.progress import TrainingState
+from megafp8.config.schema import ParallelConfig, TrainingConfig
 from megafp8.mcore.process_groups import bucket_groups, expert_bucket_groups
+from megafp8.metrics.step_totals import BAD_RANKS, LOSS, STOPPING_RANKS
+from megafp8.nonfinite.detector import Detector
+from megafp8.optimizer.fused_adam import FusedAdamOptimizer
 from megafp8.optimizer.gradient_communication import add_grad_sync_hook
 
 WEIGHT, GRADIENT = "weight", "gradient"
 ATTENTION, PROJECTION = ".self_attention.", ".linear_proj."
 NORM_OVERFLOW = "none individually; the sum of squares of all gradients overflows"
 LOSS_ONLY = "none; weights and gradients are finite"
+Gradient = tuple[int, str]
+"""Model chunk and name of a parameter, for its gradient."""
 
 
 def is_finite(tensor: Tensor) -> Tensor:
@@ -47,8 +49,8 @@ def is_finite(tensor: Tensor) -> Tensor:
     return torch.isfinite(torch.linalg.vector_norm(tensor, dtype=torch.float32))  # an FP16 norm overflows at 65504
 
 
-class GradientNormCheck:
-    """The check where the norm of the reduced gradients is enough, or where there is none (`--no-check-for-nan...`).
+class GradientNormCheck(Detector[Optional[set[Gradient]]]):
+    """The check where the norm of reduced gradients is enough, or where there is none (`--no-check-for-nan...`).
 
     Args:
         searches_buckets: whether the rank with non-finite values can be found in the gradient buffers afterwards.
@@ -63,7 +65,7 @@ class GradientNormCheck:
     def reset(self) -> None:
         """Before a step."""
 
-    def bad_gradients(self, squared_norm: Optional[Tensor]) -> Tensor:
+    def counts(self, squared_norm: Optional[Tensor] = None) -> Tensor:
         """0 on the device if this rank's checked gradients are finite.
 
         Args:
@@ -73,9 +75,9 @@ class GradientNormCheck:
             return torch.zeros((), device=self.device)
         return (~torch.isfinite(squared_norm)).float()  # of all gradients that this rank has
 
-    def find_local(self) -> Optional[set[tuple[int, str]]]:
-        """(chunk, name) of this rank's gradients that were not finite before their reduction; None if that is not
-        known, or if they are checked before it. Collective."""
+    def find(self) -> Optional[set[Gradient]]:
+        """This rank's gradients that were not finite before their reduction; None if that is not known, or if they are
+        checked before it. Collective."""
         return find_bad_gradients_in_buckets(self.chunks) if self.searches_buckets else None
 
 
@@ -99,82 +101,86 @@ class NonFiniteGradientMonitor(GradientNormCheck):
         """Clear the flag before the next step."""
         self.bad.zero_()
 
-    def bad_gradients(self, squared_norm: Optional[Tensor]) -> Tensor:
+    def counts(self, squared_norm: Optional[Tensor] = None) -> Tensor:
         return self.bad
 
 
-class CodeCounts(NamedTuple):
-    """FP8 codes of gradients in a step, over all ranks: of all values, or of a sample from large buckets.
+class ReducedGradientMonitor(GradientNormCheck):
+    """Finds non-finite values in this rank's rows of the reduced gradients.
 
-    Attributes:
-        num_values: quantized values that are not 0.
-        num_underflows: those of them that became 0.
-        num_saturated: values beyond the largest number that their scale expresses.
+    A NaN of one rank is then in the rows of others. With codes, whose casts read all gradients, one more read before
+    them tells which rank it comes from. Without, the report names the tensor, and the ranks that have its rows.
+
+    Args:
+        is_local: whether the gradients of each module are also checked before they are reduced.
     """
 
-    num_values: float
-    num_underflows: float
-    num_saturated: float
+    origin_text = "--use-torch-fsdp2: a rank has rows of sums over ranks, each of which may have brought the value up"
 
-    @property
-    def underflow_fraction(self) -> float:
-        """Of the nonzero values, those that became zero."""
-        return self.num_underflows / self.num_values if self.num_values else 0.0
+    def __init__(self, chunks: list[Any], device: torch.device, is_local: bool):
+        super().__init__(chunks, device)
+        self.gradients = [parameter.main_grad for chunk in chunks for parameter in chunk.parameters()]
+        self._sums = [sums for chunk in chunks for sums in chunk.sums] if is_local else []
+        self._bad_modules = torch.zeros(len(self._sums), device=device)
+        if is_local:
+            from megafp8.fsdp.gradients import add_reduction_hook  # of runs with sharded weights
+        for sums, bad in zip(self._sums, self._bad_modules, strict=True):
+            add_reduction_hook(sums.module, partial(self._check, bad))
 
-    @property
-    def saturated_fraction(self) -> float:
-        """Of the nonzero values, those that saturated."""
-        return self.num_saturated / self.num_values if self.num_values else 0.0
+    def _check(self, bad: Tensor, gradients: Tensor) -> None:
+        bad += ~is_finite(gradients)
+
+    def counts(self, squared_norm: Optional[Tensor] = None) -> Tensor:
+        """The number of gradients that are not finite, if there is no norm that tells."""
+        if squared_norm is not None:
+            return super().counts(squared_norm)
+        bad = torch.zeros((), device=self.device)
+        for gradient in self.gradients:
+            bad += ~is_finite(gradient)
+        return bad
+
+    def find(self) -> Optional[set[Gradient]]:
+        """This rank's non-finite gradients before they were reduced; None if no rank knows of any.
+
+        They are those parameters of its bad modules whose sums are not finite. Collective.
+        """
+        names = {parameter: (index, name) for index, name, parameter in parameters_in_forward_order(self.chunks)}
+        reduced = {name for parameter, name in names.items() if not bool(is_finite(parameter.main_grad))}
+        local = {
+            names[parameter]
+            for sums, is_bad in zip(self._sums, self._bad_modules.tolist(), strict=True)
+            for parameter in sums.parameters
+            if is_bad
+        }
+        gathered: list[tuple[set[Gradient], bool]] = [(set(), False)] * dist.get_world_size()
+        dist.all_gather_object(gathered, (reduced, bool(local)))
+        all_reduced = set().union(*(names for names, _ in gathered))
+        return local & all_reduced if any(is_known for _, is_known in gathered) else None
+
+    def reset(self) -> None:
+        """Clear the flags of modules before the next step."""
+        self._bad_modules.zero_()
 
 
-LOSS, BAD_RANKS, SQUARED_NORM, STOPPING_RANKS = "loss", "bad ranks", "squared norm", "stopping ranks"
-OPERANDS = "operands"
+def build_gradient_check(
+    state: TrainingState, training: TrainingConfig, parallel: ParallelConfig, in_fp8: bool, device: torch.device
+) -> GradientNormCheck:
+    """The check of each rank's local gradients before they are reduced, or of the gradient norm where that is enough.
 
+    The fused optimizer's norm is enough where every rank holds the complete model, or where there is no data
+    parallelism: `find` can then tell afterwards which rank the non-finite values came from.
 
-@dataclass(frozen=True)
-class StepTotals:
-    """Numbers of a step, summed over all ranks, by name.
-
-    LOSS has the sum of the losses of the global batch in nats, and the tokens that count in it. BAD_RANKS is the number
-    of ranks with a non-finite loss or non-finite gradients. SQUARED_NORM is of all gradients, where the optimizer gives
-    it. STOPPING_RANKS is the number of ranks that received a stop signal. OPERANDS has the non-finite and the saturated
-    values of quantized operands (`quantization/counters.py`), and the linears with infinite amaxes in their histories.
+    Args:
+        in_fp8: gradients are reduced in FP8.
     """
-
-    sums: Mapping[str, tuple[float, ...]]
-
-    def __getitem__(self, name: str) -> tuple[float, ...]:
-        return self.sums[name]
-
-    def number(self, name: str) -> float:
-        """A sum that is one number."""
-        (number,) = self.sums[name]
-        return number
-
-    @property
-    def num_tokens(self) -> float:
-        """Tokens that count in the loss."""
-        return self.sums[LOSS][1]
-
-    @property
-    def loss(self) -> float:
-        """Mean loss per token; NaN without tokens."""
-        loss, num_tokens = self.sums[LOSS]
-        return loss / num_tokens if num_tokens else float("nan")
-
-    @property
-    def grad_norm(self) -> float:
-        """L2 norm of all gradients, where the optimizer gave it."""
-        return math.sqrt(self.number(SQUARED_NORM))
-
-
-def sum_over_ranks(numbers: Mapping[str, Tensor], device: torch.device) -> StepTotals:
-    """Sum named numbers over all ranks, in one all-reduce; all ranks give the same names and shapes."""
-    # FP64, because token counts exceed FP32's integers.
-    flat = torch.cat([value.to(device, torch.float64).flatten() for value in numbers.values()])
-    dist.all_reduce(flat)
-    sums = iter(flat.tolist())
-    return StepTotals({name: tuple(itertools.islice(sums, value.numel())) for name, value in numbers.items()})
+    data_size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    is_complete = data_size in (1, dist.get_world_size()) and not parallel.shards_weights
+    norm_tells = is_complete and isinstance(state.optimizer, FusedAdamOptimizer)
+    if norm_tells or not training.check_for_nan_in_loss_and_grad:
+        return GradientNormCheck(state.chunks, device, searches_buckets=data_size > 1)
+    if parallel.shards_weights:
+        return ReducedGradientMonitor(state.chunks, device, is_local=in_fp8)
+    return NonFiniteGradientMonitor(state.chunks, device)
 
 
 def loss_and_flags(
@@ -208,14 +214,14 @@ class BadTensor(NamedTuple):
     chunk: int
 
 
-def find_bad_tensor(chunks: list[Any], bad_gradients: Optional[Set[tuple[int, str]]] = None) -> Optional[BadTensor]:
+def find_bad_tensor(chunks: list[Any], bad_gradients: Optional[Set[Gradient]] = None) -> Optional[BadTensor]:
     """The non-finite tensor of this rank that was computed first.
 
     Weights are searched in the order of the forward pass. If all are finite, gradients are searched in the order of the
     backward pass, where a non-finite gradient spreads to all later ones.
 
     Args:
-        bad_gradients: (chunk, name) of the non-finite gradients; if None, the gradients are checked here.
+        bad_gradients: the non-finite ones; if None, the gradients are checked here.
     """
     parameters = list(parameters_in_forward_order(chunks))
     # One wait for the device for each tensor. That is slow, but runs only after a detection.
@@ -223,11 +229,7 @@ def find_bad_tensor(chunks: list[Any], bad_gradients: Optional[Set[tuple[int, st
         if not bool(is_finite(parameter.detach())):
             return BadTensor(WEIGHT, name, index)
     for index, name, parameter in reversed(parameters):
-        if bad_gradients is None:
-            is_bad = not bool(is_finite(parameter.main_grad))
-        else:
-            is_bad = (index, name) in bad_gradients
-        if is_bad:
+        if not bool(is_finite(parameter.main_grad)) if bad_gradients is None else (index, name) in bad_gradients:
             return BadTensor(GRADIENT, name, index)
     return None
 
@@ -275,23 +277,22 @@ class NonFiniteReport(NamedTuple):
 
 
 def describe_bad_ranks(
-    local_loss: Optional[Tensor],
-    is_norm_bad: bool,
-    chunks: list[Any],
-    samples: str,
-    bad_gradients: Optional[Set[tuple[int, str]]] = None,
+    check: GradientNormCheck, bad_gradients: Tensor, local_loss: Optional[Tensor], samples: str, is_loss_finite: bool
 ) -> list[str]:
     """One line for each rank with non-finite values. Collective; all ranks return the same.
 
     Args:
-        is_norm_bad: whether a gradient norm of this rank is not finite.
+        bad_gradients: the check's count of this rank.
+        local_loss: (sum, tokens); None on a rank whose loss is not counted.
         samples: description of the samples of this rank.
-        bad_gradients: (chunk, name) of this rank's non-finite local gradients; None if the norm is of local gradients.
+        is_loss_finite: whether the loss of all ranks is.
     """
+    bad = check.find()
+    chunks, is_norm_bad = check.chunks, bool(bad_gradients > 0)
     is_loss_bad = local_loss is not None and not bool(torch.isfinite(local_loss).all())
     report = None
-    if is_loss_bad or is_norm_bad or bad_gradients:
-        tensor = find_bad_tensor(chunks, bad_gradients)
+    if is_loss_bad or is_norm_bad or bad:
+        tensor = find_bad_tensor(chunks, bad)
         report = NonFiniteReport(
             replica=parallel_state.get_data_parallel_rank(),
             position=(0 if tensor is None else tensor.chunk, parallel_state.get_pipeline_model_parallel_rank()),
@@ -304,9 +305,10 @@ def describe_bad_ranks(
     # All ranks call it, also those that have nothing to report: the detection was agreed on before.
     dist.all_gather_object(gathered, report)
     reports = {rank: each for rank, each in enumerate(gathered) if each is not None}
-    if bad_gradients is not None:  # if only the norm of a rank is bad, the cause may be another rank's gradients
+    if bad is not None:  # if only the norm of a rank is bad, the cause may be another rank's gradients
         reports = {rank: each for rank, each in reports.items() if each.tensor or each.is_loss_bad} or reports
-    return [f"rank {rank}: {describe_report(each, reports, len(chunks))}" for rank, each in reports.items()]
+    lines = [f"rank {rank}: {describe_report(each, reports, len(chunks))}" for rank, each in reports.items()]
+    return [*lines, check.origin_text] if bad is None and is_loss_finite and check.origin_text else lines
 
 
 def describe_report(report: NonFiniteReport, reports: Mapping[int, NonFiniteReport], num_chunks: int) -> str:
@@ -321,7 +323,8 @@ def describe_report(report: NonFiniteReport, reports: Mapping[int, NonFiniteRepo
     # Ranks of one replica compute one loss: they pass activations and gradients to each other.
     peers = {rank: each for rank, each in reports.items() if each.replica == report.replica}
     # In the backward pass later stages come first, so that their gradients may be the cause.
-    earlier = [rank for rank, each in peers.items() if has_bad_gradient(each) and each.position > report.position]
+    in_backward = ((rank, each) for rank, each in peers.items() if each.tensor and each.tensor.kind == GRADIENT)
+    earlier = [rank for rank, each in in_backward if each.position > report.position]
     if tensor is None:
         found = f"first bad tensor: {report.fallback_text}"
     elif tensor.kind == WEIGHT:
@@ -335,27 +338,8 @@ def describe_report(report: NonFiniteReport, reports: Mapping[int, NonFiniteRepo
     return f"{'loss is not finite; ' if report.is_loss_bad else ''}{found}; {report.samples}"
 
 
-def has_bad_gradient(report: NonFiniteReport) -> bool:
-    """Whether a rank has a non-finite gradient but no non-finite weight."""
-    return report.tensor is not None and report.tensor.kind == GRADIENT
-
-
-class GradientShard(NamedTuple):
-    """The part of a parameter's gradient that one data-parallel rank reduces.
-
-    Attributes:
-        chunk: index of the model chunk.
-        name: of the parameter in its chunk.
-        owner: data-parallel rank that reduces it.
-    """
-
-    chunk: int
-    name: str
-    owner: int
-
-
-def find_bad_gradients_in_buckets(chunks: Sequence[Any]) -> set[tuple[int, str]]:
-    """(chunk, name) of the parameters for which this rank's local gradients are not finite.
+def find_bad_gradients_in_buckets(chunks: Sequence[Any]) -> set[Gradient]:
+    """This rank's local gradients that are not finite.
 
     Collective over the data-parallel groups, after a reduce-scatter.
     """
@@ -370,23 +354,25 @@ def find_bad_gradients_in_buckets(chunks: Sequence[Any]) -> set[tuple[int, str]]
 
 ChunkGroups = tuple[int, Any, Sequence[Any]]
 """Index of a chunk, the chunk, and some of its groups of gradient buckets."""
+Shard = tuple[Gradient, int]
+"""The part of a gradient that one data-parallel rank reduces, with that rank."""
 
 
-def find_bad_shards(chunk_groups: Sequence[ChunkGroups], group: dist.ProcessGroup) -> set[tuple[int, str]]:
+def find_bad_shards(chunk_groups: Sequence[ChunkGroups], group: dist.ProcessGroup) -> set[Gradient]:
     """`find_bad_gradients_in_buckets` of buckets that one process group reduces. Collective over it."""
     shards = gradient_shards(chunk_groups, group.size())
     # After the reduce-scatter, the own shard has the sum over all ranks, the other shards still the local values.
     local = {shard for shard, gradient in shards if not bool(is_finite(gradient))}
-    gathered: list[set[GradientShard]] = [set()] * group.size()
+    gathered: list[set[Shard]] = [set()] * group.size()
     dist.all_gather_object(gathered, local, group=group)
     others = set().union(*(shards for rank, shards in enumerate(gathered) if rank != group.rank()))
     # If another rank had non-finite values in this rank's shard, the sum here is not finite whatever this rank's own
     # values were. They then count only if this rank has other non-finite values.
-    is_bad = any(shard.owner != group.rank() or shard not in others for shard in local)
-    return {(shard.chunk, shard.name) for shard in local} if is_bad else set()
+    is_bad = any(owner != group.rank() or (gradient, owner) not in others for gradient, owner in local)
+    return {gradient for gradient, _ in local} if is_bad else set()
 
 
-def gradient_shards(chunk_groups: Sequence[ChunkGroups], num_ranks: int) -> Iterator[tuple[GradientShard, Tensor]]:
+def gradient_shards(chunk_groups: Sequence[ChunkGroups], num_ranks: int) -> Iterator[tuple[Shard, Tensor]]:
     """The gradients of this rank, split at the shard boundaries of their buckets."""
     for index, chunk, groups in chunk_groups:
         names = {parameter: name.removeprefix("module.") for name, parameter in chunk.module.named_parameters()}
@@ -400,4 +386,4 @@ def gradient_shards(chunk_groups: Sequence[ChunkGroups], num_ranks: int) -> Iter
                 for owner in range(start // shard_size, (start + len(gradient) - 1) // shard_size + 1):
                     # A slice past the end of the gradient is cut off by torch.
                     low, high = (max(0, edge * shard_size - start) for edge in (owner, owner + 1))
-                    yield GradientShard(index, names[parameter], owner), gradient[low:high]
+                    yield ((index, names[parameter]), owner), gradient[low:high]

@@ -43,45 +43,40 @@ class StackedCounts:
 
 
 class ExpertAmaxes:
-    """The counts of this rank's experts.
+    """The `OperandDetector` of this rank's experts in one launch.
 
     Args:
         linears: names of the rows of tables, the same on all ranks.
         chunks: the model.
     """
 
-    def __init__(self, linears: Sequence[str], chunks: Sequence[Any]):
+    def __init__(self, linears: Sequence[str], chunks: Sequence[Any], device: torch.device):
         numbers = {name: row for row, name in enumerate(linears)}
+        self.num_linears, self.device = len(linears), device
         self.linears = [counts for chunk in chunks for counts in stacked_counts(chunk, numbers.keys())]
         # On the device, where indices from the host would be waited for.
-        self.rows = [
-            torch.tensor([numbers[name] for name in linear.names], device=linear.counts.device)
-            for linear in self.linears
-        ]
+        self.rows = [torch.tensor([numbers[name] for name in linear.names], device=device) for linear in self.linears]
 
     def reset(self) -> None:
-        """Set all counts to zero, before a step."""
         for linear in self.linears:
             linear.counts.zero_()
 
-    def add_to(self, totals: Tensor) -> Tensor:
-        """Add to non-finite and saturated tensors, and to infinite amaxes that a history would keep, int64 [3]."""
+    def counts(self) -> Tensor:
+        counts = torch.zeros(3, dtype=torch.int64, device=self.device)
         for linear in self.linears:
-            totals[:2] += linear.counts.sum(dim=(1, 2))
+            counts[:2] += linear.counts.sum(dim=(1, 2))
             if linear.state is not None and keeps_amaxes(linear.state.options):
-                totals[2] += linear.counts[NON_FINITE].sum()
-        return totals
+                counts[2] += linear.counts[NON_FINITE].sum()
+        return counts
 
-    def add_to_table(self, table: Tensor) -> Tensor:
-        """Add to counts by linear and quantizer, int64 [linears, QUANTIZERS, 2]."""
+    def find(self) -> Tensor:
+        table = torch.zeros(self.num_linears, len(QUANTIZERS), 2, dtype=torch.int64, device=self.device)
         for linear, rows in zip(self.linears, self.rows, strict=True):
             for column, (operand, _) in enumerate(QUANTIZERS):
                 table[:, column].index_add_(0, rows, linear.counts[:, OPERANDS.index(operand)].t())
         return table
 
     def clear_infinite_amaxes(self) -> list[str]:
-        """Remove infinite amaxes from histories that would keep them; names of the operands that had one in this
-        step."""
         names = []
         for linear in self.linears:
             if linear.state is None or not keeps_amaxes(linear.state.options):
