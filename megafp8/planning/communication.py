@@ -309,7 +309,7 @@ def _group_traffic(
 ) -> DataParallelTraffic:
     """The traffic of weights that a group shares: of linears, gathered as codes or not, and others."""
     config, parameters, parallel = run.config, quantizable + other, run.config.parallel
-    num_phases = 1 if has_flat_shards(config) or parallel.shards_weights else 2
+    num_phases = 1 if has_flat_shards(config.optimizer, config.parallel) or parallel.shards_weights else 2
     levels = reduction_levels(run, stage, group, quantizable, other, num_phases)
     num_codes = quantizable * quantized_fraction(config, stage) if has_codes else 0.0
     parameter_bytes = BF16_BYTES * (parameters - num_codes) + bytes_per_element(run.recipe) * num_codes

@@ -210,7 +210,7 @@ def vocabulary_size(config: RunConfig) -> int:
         if isinstance(error, DataError):
             raise DataError(f"{error}. A dry run for another machine does without it with --vocab-size") from error
         raise
-    return dimensions.vocabulary_size(config, tokenizer.vocab_size)
+    return dimensions.vocabulary_size(config.model, config.data, tokenizer.vocab_size)
 
 
 def settings_text(config: RunConfig, given: Collection[str]) -> str:

@@ -48,9 +48,9 @@ def checkpoint_memory(
     state_bytes = STATE_BYTES * updated_parameters(config, world_size, estimate.parameters, experts)
     if config.checkpoint.no_save_optim:
         state_bytes = 0
-    elif updates_matrices(config):
+    elif updates_matrices(config.optimizer):
         state_bytes = estimate.optimizer_bytes
-    if config.checkpoint.no_save_optim or not updates_matrices(config):  # the estimate has the moving average
+    if config.checkpoint.no_save_optim or not updates_matrices(config.optimizer):  # the estimate has the moving average
         updated = updated_parameters(config, world_size, estimate.parameters, experts)
         state_bytes += derived.ema_bytes(config.optimizer) * updated
     copied_bytes = state_bytes if config.optimizer.use_precision_aware_optimizer else 0

@@ -109,11 +109,11 @@ def newton_schulz_s(run: PlannedRun, stage: int, num_shards: int) -> float:
 
 def newton_schulz_lines(config: RunConfig, world_size: int) -> list[str]:
     """What Muon computes on a rank of the first stage, for a dry run; none without Muon."""
-    if not updates_matrices(config):
+    if not updates_matrices(config.optimizer):
         return []
     num_matrices = sum(count for _, count, _ in matrices_on_rank(config, 0))
     ranks = topology.data_parallel_size(config, world_size, with_context_parallel=True)
-    each = f"divided by {ranks} ranks" if is_layer_wise(config) else "on each rank"
+    each = f"divided by {ranks} ranks" if is_layer_wise(config.optimizer, config.parallel) else "on each rank"
     return [
         f"muon: {num_matrices:,} matrices on the first stage, {newton_schulz_flops(config, 0) / 1e12:,.3f} TFLOP of "
         f"Newton-Schulz a step, {each}"

@@ -61,7 +61,7 @@ def optimizer_s(run: PlannedRun, stage: int) -> float:
         on_shard += experts / (communication.expert_data_group(run).size if parallel.shards_optimizer else 1)
     full_bytes, shard_bytes = optimizer_bytes_per_parameter(run)
     moved_bytes = full_bytes * parameters / (num_shards if parallel.shards_weights else 1) + shard_bytes * on_shard
-    orthogonalization_s = newton_schulz_s(run, stage, num_shards) if updates_matrices(run.config) else 0.0
+    orthogonalization_s = newton_schulz_s(run, stage, num_shards) if updates_matrices(run.config.optimizer) else 0.0
     return moved_bytes / (run.gpu.hbm_bytes_per_s * run.calibration.optimizer_fraction) + orthogonalization_s
 
 

@@ -252,7 +252,8 @@ def _overlap(config: RunConfig, target: Target, world_size: int) -> tuple[Values
     reduces = helps if parallel.overlap_grad_reduce is None else parallel.overlap_grad_reduce
     gathers = parallel.overlap_param_gather
     if gathers is None:
-        gathers = helps and reduces and has_flat_shards(config)  # only beside buckets whose reduction overlaps
+        # Only beside buckets whose reduction overlaps.
+        gathers = helps and reduces and has_flat_shards(config.optimizer, parallel)
     values: Values = {"parallel.overlap_grad_reduce": reduces, "parallel.overlap_param_gather": gathers}
     chosen = (name for name, value in values.items() if value and value_of(config, name) is None)
     reason = f"{replicas} ranks share gradients"

@@ -354,7 +354,7 @@ def _optimizer_bytes(config: RunConfig, world_size: int, padded_vocab: int, stag
     """
     master, moments, gradients = mixture_memory.state_bytes(config)
     master += derived.ema_bytes(config.optimizer)  # one element for each of a master weight, on the same ranks
-    if updates_matrices(config):
+    if updates_matrices(config.optimizer):
         quantizable, other = parameters_on_stage(config, padded_vocab, stage)
         has_table = stage == 0 or _is_last(config, stage)
         channels = padded_vocab if has_table else dimensions.ffn_hidden_size(config.model)
@@ -382,7 +382,7 @@ def matrix_state_bytes(
         itemsize: bytes of an element's master weight and of its converted gradient.
     """
     of_matrix, of_other = itemsize + BYTES["fp32"], itemsize + 2 * BYTES["fp32"]
-    if not is_layer_wise(config):
+    if not is_layer_wise(config.optimizer, config.parallel):
         return matrices * of_matrix + others * of_other
     ranks = topology.data_parallel_size(config, world_size, with_context_parallel=True)
     expert_ranks = mixture.expert_data_size(config, world_size) if experts else 1

@@ -171,7 +171,10 @@ def check_model_and_formats(
     """
     compatibility.check_model(path, read_config(path), config, vocab_size)
     continues_training = not (weights_only or config.training.skip_train)
-    notes = compatibility.check_number_formats(path, config) if continues_training else ()
+    notes: tuple[str, ...] = ()
+    if continues_training:
+        is_overridden = config.checkpoint.override_precision
+        notes = compatibility.check_number_formats(path, config.model, config.precision, is_overridden)
     return notes + compatibility.changed_settings(path, config, world_size, not continues_training)
 
 

@@ -141,7 +141,7 @@ def describe_update(run: Run) -> dict[str, str]:
     found = {}
     on_cuda = run.platform.kind == "cuda"
     optimizer = run.training_state.optimizer
-    if on_cuda and updates_matrices(run.config):
+    if on_cuda and updates_matrices(run.config.optimizer):
         found["optimizer"] = f"{run.config.optimizer.optimizer.capitalize()} and AdamW, not in one pass"
     elif on_cuda:
         problem = fused_adam_problem(run.config) or fused_adam.device_problem(run.config.optimizer, on_cuda)

@@ -270,7 +270,7 @@ def test_saving_and_reading_weights_do_not_change_training(tmp_path: Path) -> No
         if is_disturbed:
             save_checkpoint(tmp_path, config, run.training_state, Progress(2, 2 * run.global_batch_size))
             evaluate(run, "valid", SourceSamples(config.data.seq_length), 2, 0)
-            finish_param_gather(config, run.training_state)
+            finish_param_gather(config.parallel, run.training_state)
             assert params_norm(run) > 0
         return before, train(run, 2, 3)
 

@@ -168,8 +168,9 @@ def search_sizes(
     """
     limit_bytes = min(call_on_all_ranks(lambda: memory_limit(config, platform)))
     sizes, ranks = micro_batch.possible_sizes(config, world_size()), world_size()
-    vocab_size = build_tokenizer(config.data, config.model.vocab_size).vocab_size
-    padded_vocab = dimensions.padded_vocab_size(config, dimensions.vocabulary_size(config, vocab_size))
+    num_ids = build_tokenizer(config.data, config.model.vocab_size).vocab_size
+    vocab_size = dimensions.vocabulary_size(config.model, config.data, num_ids)
+    padded_vocab = dimensions.padded_vocab_size(config, vocab_size)
     is_gpu = platform.kind == "cuda"
     outside = non_torch_bytes(config, ranks) if is_gpu else max(call_on_all_ranks(resident_bytes))
     if is_gpu and limit_bytes <= outside:

@@ -26,7 +26,9 @@ def config_of(text: str) -> RunConfig:
 
 def checked(before: str, now: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     monkeypatch.setattr(compatibility, "read_config", lambda path: config_of(before))
-    return check_number_formats(Path("iter_0000007"), config_of(now))
+    config = config_of(now)
+    is_overridden = config.checkpoint.override_precision
+    return check_number_formats(Path("iter_0000007"), config.model, config.precision, is_overridden)
 
 
 @pytest.mark.parametrize(
