@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from megafp8.analysis import profile
-from megafp8.config import iterations, mixture, multi_token
+from megafp8.config import iterations, mixture
 from megafp8.planning import communication, compute, step_time
 from megafp8.planning.compute import LayerTime
 from megafp8.planning.mixture_time import expert_gemms, experts_time
@@ -55,11 +55,11 @@ def _microbatch(run: PlannedRun, stage: int) -> Iterator[tuple[str, float]]:
                     weight = count * num_alike / num_layers
                     for part, seconds in _layer(run, recipe, num_layers, has_experts, bool(is_backward)):
                         yield part, weight * seconds
-    repeats = 1 + multi_token.depths_on(run.config, stage)
+    repeats = 1 + run.sizes.depths_on(stage)
     if stage == 0:  # the lookup, and adding to its gradient
         yield profile.EMBEDDING, repeats * 4 * run.memory_s(compute.BF16_BYTES * run.tokens * run.hidden_size)
     if stage == run.pipeline - 1:
-        recipes = output_layer_recipes(run.config)
+        recipes = output_layer_recipes(run.config.model, run.config.precision)
         for gemm in output_layer_gemms(run):
             recipe = recipes[gemm.kind]
             yield gemm_part(run, recipe), repeats * gemm.flops / compute.gemm_flops_per_s(run, recipe)

@@ -92,19 +92,9 @@ def stage_layers(config: RunConfig) -> Stages:
     return _stage_layers(config.model.num_layers, config.parallel)
 
 
-def layers_on(config: RunConfig, stage: int) -> tuple[int, ...]:
-    """Indices of the layers of one stage, over its chunks."""
-    return tuple(itertools.chain.from_iterable(stage_layers(config)[stage]))
-
-
 def num_layers_on(config: RunConfig, stage: int) -> int:
     """Number of layers of one stage, over its chunks."""
     return sum(map(len, stage_layers(config)[stage]))
-
-
-def is_even(config: RunConfig) -> bool:
-    """Whether all stages have as many layers."""
-    return len({sum(map(len, chunks)) for chunks in stage_layers(config)}) == 1
 
 
 def kinds_of_stages(config: RunConfig) -> dict[int, int]:

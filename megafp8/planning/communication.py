@@ -293,13 +293,13 @@ def reduction_levels(
 
 def data_parallel_traffic(run: PlannedRun, stage: int) -> DataParallelTraffic:
     """The traffic of one rank of a pipeline stage."""
-    quantizable, other = parameters_on_stage(run.config, run.padded_vocab, stage)
-    experts = expert_parameters_on_stage(run.config, stage)
+    quantizable, other = parameters_on_stage(run.sizes, stage)
+    experts = expert_parameters_on_stage(run.sizes, stage)
     has_codes = run.config.precision.fp8_param_gather
     dense = _group_traffic(run, stage, data_group(run), quantizable - experts, other, has_codes)
     if not experts:
         return dense
-    has_codes &= not keeps_experts_in_bf16(run.config)
+    has_codes &= not keeps_experts_in_bf16(run.config.parallel)
     routed = _group_traffic(run, stage, expert_data_group(run), experts, 0, has_codes)
     return DataParallelTraffic(*(sum(each) for each in zip(astuple(dense), astuple(routed), strict=True)))
 
@@ -311,7 +311,7 @@ def _group_traffic(
     config, parameters, parallel = run.config, quantizable + other, run.config.parallel
     num_phases = 1 if has_flat_shards(config.optimizer, config.parallel) or parallel.shards_weights else 2
     levels = reduction_levels(run, stage, group, quantizable, other, num_phases)
-    num_codes = quantizable * quantized_fraction(config, stage) if has_codes else 0.0
+    num_codes = quantizable * quantized_fraction(run.sizes, stage) if has_codes else 0.0
     parameter_bytes = BF16_BYTES * (parameters - num_codes) + bytes_per_element(run.recipe) * num_codes
     bucket_size = config.parallel.ddp_bucket_size or max(MIN_BUCKET_SIZE, BUCKET_SIZE_PER_RANK * group.size)
     num_buckets, num_microbatches = -(-parameters // bucket_size), 1

@@ -229,7 +229,7 @@ def attention_s(run: PlannedRun) -> float:
 
 def output_layer_s(run: PlannedRun) -> tuple[float, float, float]:
     """Seconds of the output layer's forward GEMM, its backward GEMMs, and the loss, for one microbatch."""
-    recipes = output_layer_recipes(run.config)
+    recipes = output_layer_recipes(run.config.model, run.config.precision)
     forward, dgrad, wgrad = (gemm_s(run, recipes[gemm.kind], *gemm.shape) for gemm in output_layer_gemms(run))
     # Transformer Engine's loss reads and writes the logits once each way. The others also keep an FP32 softmax.
     bytes_per_logit = 8 if has_fused_loss(run.config.precision) else 26
@@ -238,7 +238,7 @@ def output_layer_s(run: PlannedRun) -> tuple[float, float, float]:
 
 def output_layer_casts_s(run: PlannedRun) -> tuple[float, float]:
     """Seconds of quantizing the output layer's input (forward) and grad_output (backward) for one microbatch."""
-    recipes = output_layer_recipes(run.config)
+    recipes = output_layer_recipes(run.config.model, run.config.precision)
     num_grads = run.tokens * run.padded_vocab // run.tensor
     # dgrad and wgrad read grad_output in different orientations. Each counts as half of a cast to both.
     backward_s = sum(cast_s(run, recipes[kind], num_grads / 2, 1 / 2) for kind in ("dgrad", "wgrad"))

@@ -22,6 +22,7 @@ from megafp8.config.data_phases import first_samples, parse_phases, schedule_mar
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.layer_backends import EMULATED, LayerBackend
 from megafp8.config.rules.paths import checkpoints_to_load_are_there
+from megafp8.config.run_sizes import run_sizes
 from megafp8.config.schema import RunConfig
 from megafp8.config.schema.io import BEST_FIT
 from megafp8.config.settings import all_settings, value_of, with_values
@@ -156,7 +157,7 @@ def describe_run(validated: ValidatedRun) -> DryRun:
         *automatic,
         size_text(config, vocab_size, world_size, documents),
         *mixture_text(config, world_size),
-        *newton_schulz_lines(config, world_size),
+        *newton_schulz_lines(config, run_sizes(config, world_size, vocab_size)),
         memory_text(config, vocab_size, world_size, implementation, target, saved),
         speed_text(config, target, implementation, vocab_size, world_size, documents.length) if fits else NO_SPEED,
         data_text(config, documents),
@@ -186,7 +187,7 @@ def host_memory_verdict(
     """Whether the ranks of a run fit into the memory of this machine, which trains on its CPU."""
     from megafp8.device.platform import detect_platform
 
-    estimates = estimate_stages(config, world_size, vocab_size, implementation=implementation)
+    estimates = estimate_stages(run_sizes(config, world_size, vocab_size), implementation=implementation)
     needed, has = world_size * max(each.total_bytes for each in estimates), detect_platform().total_memory_bytes()
     if needed <= has:
         return MemoryVerdict(True, f"fits: {gib(needed)} of {gib(has)} GiB of this machine, estimated")
@@ -325,14 +326,15 @@ def memory_text(
     Args:
         saved: settings of the checkpoint that the run resumes from, if any.
     """
-    estimates = estimate_stages(config, world_size, vocab_size, implementation=implementation)
+    sizes = run_sizes(config, world_size, vocab_size)
+    estimates = estimate_stages(sizes, implementation=implementation)
     lines = []
     for estimate in estimates:
         is_last = estimate.stage == config.parallel.pipeline_model_parallel_size - 1
         name = "first stage" if estimate.stage == 0 else "last stage" if is_last else f"stage {estimate.stage}"
         parts = ", ".join(f"{part} {gib(value)}" for part, value in estimate.parts().items())
         lines.append(f"{name}: {gib(estimate.total_bytes)} GiB ({parts})")
-    graph_bytes = max(cuda_graph_memory_bytes(config, each, implementation=implementation) for each in estimates)
+    graph_bytes = max(cuda_graph_memory_bytes(sizes, each, implementation=implementation) for each in estimates)
     if graph_bytes:
         lines.append(f"beside the graph: {gib(graph_bytes)} GiB more for statistics steps and validations")
     host = [checkpoint_memory(config, world_size, vocab_size, each, saved) for each in estimates]
@@ -442,7 +444,7 @@ def precision_text(config: RunConfig, implementation: LayerBackend) -> str:
     from megafp8.training.run_record import recipe_lines
 
     if config.logging.verbose:
-        return section("precision", [format_precision_map(resolve_precision_map(config))])
+        return section("precision", [format_precision_map(resolve_precision_map(config.model, config.precision))])
     first, *others = recipe_lines(config, implementation) or [f"precision: {derived.params_dtype(config.precision)}"]
     return section(first, shortened([line.strip() for line in others]))
 

@@ -12,6 +12,7 @@ from megafp8.config import derived, iterations, mixture, model_shapes, rules
 from megafp8.config.layer_backends import TRANSFORMER_ENGINE
 from megafp8.config.precision_map import GEMMS
 from megafp8.config.rules import cuda_graph
+from megafp8.config.run_sizes import run_sizes
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import settings_by_name, with_values
 from megafp8.planning.compute import cast_s, gemm_s, grad_output_rows
@@ -150,7 +151,7 @@ def memory_verdict(run: PlannedRun) -> MemoryVerdict:
 
 def needed_bytes(run: PlannedRun, config: RunConfig) -> int:
     """Memory of the stage that needs the most, with what torch does not allocate; a CUDA graph's is not counted."""
-    estimates = estimate_stages(config, run.world_size, run.padded_vocab)
+    estimates = estimate_stages(run_sizes(config, run.world_size, run.padded_vocab))
     return max(each.total_bytes for each in estimates) + non_torch_bytes(config, run.world_size)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Optional
 
-from megafp8.config import derived, model_shapes, stages, topology
+from megafp8.config import derived, model_shapes, topology
 from megafp8.config.data_phases import training_blends
 from megafp8.config.latent_attention import DOWN_PROJECTIONS
 from megafp8.config.precision_map import MLP_LINEARS, OUTPUT_LAYER
+from megafp8.config.run_sizes import RunSizes, run_sizes
 from megafp8.config.schema import RunConfig
 from megafp8.device.gpus import Gpu
 from megafp8.resources.recipe_shares import BF16
@@ -86,6 +88,11 @@ class PlannedRun:
     calibration: Calibration = CALIBRATION
     document_length: Optional[float] = None
 
+    @cached_property
+    def sizes(self) -> RunSizes:
+        """What the memory depends on."""
+        return run_sizes(self.config, self.world_size, self.padded_vocab)
+
     @property
     def tensor(self) -> int:
         """Tensor-parallel size."""
@@ -109,7 +116,7 @@ class PlannedRun:
     @property
     def chunks(self) -> int:
         """Model chunks per pipeline rank; 1 without the interleaved schedule."""
-        return stages.virtual_pipeline_size(self.config.model, self.config.parallel) or 1
+        return self.sizes.num_chunks or 1
 
     @property
     def recipe(self) -> str:
@@ -124,15 +131,12 @@ class PlannedRun:
 
     @property
     def hidden_size(self) -> int:
-        assert self.config.model.hidden_size is not None
-        return self.config.model.hidden_size
+        return self.sizes.hidden_size
 
     @property
     def tokens(self) -> int:
         """Tokens of one microbatch on one context-parallel rank."""
-        seq, micro = self.config.data.seq_length, self.config.training.micro_batch_size
-        assert seq is not None and micro is not None
-        return seq * micro // self.context
+        return self.sizes.tokens
 
     @property
     def sharded_tokens(self) -> int:

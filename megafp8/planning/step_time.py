@@ -52,9 +52,9 @@ from megafp8.resources.recipe_shares import (
 
 def optimizer_s(run: PlannedRun, stage: int) -> float:
     """Seconds of the optimizer's kernels on gradients, master weights and moments, and of Newton-Schulz."""
-    parameters = sum(parameters_on_stage(run.config, run.padded_vocab, stage))
+    parameters = sum(parameters_on_stage(run.sizes, stage))
     parallel = run.config.parallel
-    experts = expert_parameters_on_stage(run.config, stage)
+    experts = expert_parameters_on_stage(run.sizes, stage)
     num_shards = communication.data_group(run).size if parallel.shards_optimizer else 1
     on_shard = (parameters - experts) / num_shards
     if experts:
@@ -224,16 +224,16 @@ def stage_time(run: PlannedRun, stage: int, layers: Optional[LayerTimes] = None)
 
 def layer_counts(run: PlannedRun, stage: int, gemms: tuple[str, ...]) -> dict[str, float]:
     """Number of layers of a stage per recipe, with those of multi-token prediction."""
-    num_layers = stages.num_layers_on(run.config, stage)
+    num_layers = len(run.sizes.layers[stage])
     if run.config.precision.precision_map:
-        counts = layers_by_recipe(run.config, stage, gemms)
+        counts = layers_by_recipe(run.sizes, stage, gemms)
     elif run.recipe == BF16:
         counts = {BF16: float(num_layers)}
     else:
-        num_quantized = num_layers * quantized_fraction(run.config, stage)
+        num_quantized = num_layers * quantized_fraction(run.sizes, stage)
         counts = {BF16: num_layers - num_quantized, run.recipe: num_quantized}
     recipe = multi_token_recipe(run)
-    return counts | {recipe: counts.get(recipe, 0.0) + multi_token.depths_on(run.config, stage)}
+    return counts | {recipe: counts.get(recipe, 0.0) + run.sizes.depths_on(stage)}
 
 
 def multi_token_recipe(run: PlannedRun) -> str:
@@ -243,7 +243,7 @@ def multi_token_recipe(run: PlannedRun) -> str:
 
 def layers_of_stage(run: PlannedRun, stage: int) -> tuple[int, int]:
     """Layers of a stage, and those of them with experts, both with those of multi-token prediction."""
-    return multi_token.num_layers_with_mtp(run.config, stage), expert_layers_on_stage(run.config, stage)
+    return run.sizes.num_layers_on(stage), expert_layers_on_stage(run.sizes, stage)
 
 
 def layer_times(run: PlannedRun, num_layers: int, num_expert_layers: int = 0) -> LayerTimes:
@@ -337,7 +337,7 @@ def add_output_layer(run: PlannedRun, stage: StageTime) -> None:
     # The input is gathered in the forward pass, as codes if it is quantized. In the backward pass this gather overlaps
     # with dgrad, and the reduction with wgrad.
     group, num_elements = communication.tensor_group(run), run.tokens * run.hidden_size
-    input_bytes = compute.bytes_per_element(output_layer_recipes(run.config)["fprop"])
+    input_bytes = compute.bytes_per_element(output_layer_recipes(run.config.model, run.config.precision)["fprop"])
     gather_s, reduce_s = (
         communication.ring_collective_s(run, group, each * num_elements) for each in (input_bytes, compute.BF16_BYTES)
     )
@@ -401,13 +401,13 @@ def exposed_data_parallel_s(run: PlannedRun, time: StageTime, stage: int) -> flo
 
 def weight_casts_s(run: PlannedRun, stage: int) -> float:
     """Seconds of quantizing the linears' weights, once per step."""
-    quantizable, _ = parameters_on_stage(run.config, run.padded_vocab, stage)
+    quantizable, _ = parameters_on_stage(run.sizes, stage)
     num_elements = float(quantizable)
     if run.config.precision.fp8_param_gather:
         # FP8 parameters only need the transposed codes: the optimizer writes the codes.
-        in_bf16 = expert_parameters_on_stage(run.config, stage) if keeps_experts_in_bf16(run.config) else 0
+        in_bf16 = expert_parameters_on_stage(run.sizes, stage) if keeps_experts_in_bf16(run.config.parallel) else 0
         num_elements = (num_elements + in_bf16) / 2
-    num_elements /= max(1, multi_token.num_layers_with_mtp(run.config, stage))
+    num_elements /= max(1, run.sizes.num_layers_on(stage))
     counts = layer_counts(run, stage, FORWARD_GEMMS)
     num_layers, num_expert_layers = layers_of_stage(run, stage)
     num_tensors = float(len(model_shapes.gemm_dimensions(run.config)))
@@ -420,20 +420,21 @@ def weight_casts_s(run: PlannedRun, stage: int) -> float:
     if stage < run.pipeline - 1:
         return layers_s
     output_size = run.padded_vocab // run.tensor * run.hidden_size
-    return layers_s + compute.cast_s(run, output_layer_recipes(run.config)["fprop"], output_size, 1)
+    recipe = output_layer_recipes(run.config.model, run.config.precision)["fprop"]
+    return layers_s + compute.cast_s(run, recipe, output_size, 1)
 
 
 def bytes_by_group(run: PlannedRun) -> dict[str, float]:
     """Bytes that a rank of the first pipeline stage sends in one step, by process group."""
     num_microbatches = iterations.num_microbatches(run.config, run.world_size)
-    num_layer_passes = multi_token.num_layers_with_mtp(run.config, 0) * num_microbatches
+    num_layer_passes = run.sizes.num_layers_on(0) * num_microbatches
     num_layers, num_expert_layers = layers_of_stage(run, 0)
     traffic = [
         count * num_microbatches * communication.tensor_parallel_traffic(run, run.recipe, has_experts).bytes
         for count, has_experts in ((num_layers - num_expert_layers, False), (num_expert_layers, True)) if count
     ]  # fmt: skip
     # The first layers are often dense, so the stage with the most experts counts.
-    most_expert_layers = max(expert_layers_on_stage(run.config, stage) for stage in stages.kinds_of_stages(run.config))
+    most_expert_layers = max(expert_layers_on_stage(run.sizes, stage) for stage in run.sizes.stage_kinds)
     _, _, ring_bytes = communication.context_parallel_traffic(run)
     data = communication.data_parallel_traffic(run, 0)
     sent = {

@@ -42,6 +42,7 @@ from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.mixture import PEER, token_dispatcher
 from megafp8.config.optimizers import has_flat_shards
 from megafp8.config.rules.cuda_graph import default_graph_problems, evaluation_graph_problems
+from megafp8.config.run_sizes import run_sizes
 from megafp8.config.schema import RunConfig
 from megafp8.config.schema.setting import Role
 from megafp8.config.settings import settings_by_name, settings_with, value_of, with_values
@@ -365,11 +366,12 @@ def _memory_shortage(config: RunConfig, target: Target, world_size: int, impleme
     if gpu is None or rules.setting_problems(config, world_size):
         return ""
     vocab_size = dimensions.padded_vocab_size(config, config.model.vocab_size or 1)
-    stages = estimate_stages(config, world_size, vocab_size, implementation=implementation)
+    sizes = run_sizes(config, world_size, vocab_size)
+    stages = estimate_stages(sizes, implementation=implementation)
     estimate = max(stages, key=lambda each: each.total_bytes)
     room = MIXTURE_GRAPH_ROOM if is_mixture(config.model) else GRAPH_ROOM
     fragments_bytes = int(room * estimate.total_bytes)
-    eager_bytes = cuda_graph_memory_bytes(config, estimate, implementation=implementation)
+    eager_bytes = cuda_graph_memory_bytes(sizes, estimate, implementation=implementation)
     limit_bytes = int(gpu.memory_bytes * (1 - FREE_MEMORY_FRACTION))
     free_bytes = limit_bytes - estimate.total_bytes - non_torch_bytes(config, world_size)
     if fragments_bytes + eager_bytes <= free_bytes:

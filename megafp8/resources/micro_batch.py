@@ -14,6 +14,7 @@ from typing import Optional
 
 from megafp8.config import iterations, rules, topology
 from megafp8.config.layer_backends import LayerBackend
+from megafp8.config.run_sizes import run_sizes
 from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import with_values
 from megafp8.errors import ConfigError
@@ -63,7 +64,8 @@ def predicted_bytes(
     """
     found = {}
     for size in sizes:
-        estimates = estimate_stages(with_size(config, size), world_size, padded_vocab, implementation=implementation)
+        sizes_of_run = run_sizes(with_size(config, size), world_size, padded_vocab)
+        estimates = estimate_stages(sizes_of_run, implementation=implementation)
         found[size] = outside_bytes + max(estimate.total_bytes for estimate in estimates)
     return found
 

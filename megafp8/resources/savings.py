@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from megafp8.config import mixture, rules
 from megafp8.config.fused_adam import fused_adam_problem
 from megafp8.config.layer_backends import LayerBackend
+from megafp8.config.run_sizes import run_sizes
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import settings_by_name, value_of, with_values
 from megafp8.resources import micro_batch
@@ -54,9 +55,8 @@ def savings(
     """
 
     def needed_bytes(changed: RunConfig) -> int:
-        return estimate_memory(
-            changed, world_size, padded_vocab, stage=stage, implementation=implementation
-        ).total_bytes
+        sizes = run_sizes(changed, world_size, padded_vocab)
+        return estimate_memory(sizes, stage=stage, implementation=implementation).total_bytes
 
     named, now, found = settings_by_name(), needed_bytes(config), []
     for values in _changes(config, world_size):
