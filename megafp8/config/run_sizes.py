@@ -20,8 +20,6 @@ class RunSizes:
         layers: indices of the layers of each pipeline stage.
         stage_kinds: a stage of each kind, see `stages.kinds_of_stages`.
         linears: of a dense layer on one rank.
-        num_chunks: of each stage in the interleaved schedule; None without it.
-        chunk_group: consecutive microbatches of a chunk.
         replicas, expert_replicas: ranks with the same weights, or experts: data x context parallel.
         tokens: of one microbatch on one context-parallel rank.
         num_microbatches: of one data-parallel rank in a step.
@@ -40,8 +38,6 @@ class RunSizes:
     layers: tuple[tuple[int, ...], ...]
     stage_kinds: tuple[int, ...]
     linears: tuple[model_shapes.GemmDimensions, ...]
-    num_chunks: Optional[int]
-    chunk_group: int
     replicas: int
     expert_replicas: int
     seq_length: int
@@ -112,8 +108,6 @@ def run_sizes(config: RunConfig, world_size: int, padded_vocab: int) -> RunSizes
         layers=tuple(tuple(itertools.chain(*chunks)) for chunks in stages.stage_layers(config)),
         stage_kinds=tuple(stages.kinds_of_stages(config)),
         linears=tuple(model_shapes.gemm_dimensions(config)),
-        num_chunks=stages.virtual_pipeline_size(model, parallel),
-        chunk_group=stages.microbatch_group_size(config),
         replicas=topology.data_parallel_size(config, world_size, with_context_parallel=True),
         expert_replicas=mixture.expert_data_size(config, world_size) if mixture.is_mixture(model) else 1,
         seq_length=data.seq_length,

@@ -44,9 +44,8 @@ def virtual_pipeline_size(model: ModelConfig, parallel: ParallelConfig) -> Optio
     return chunks if chunks > 1 else None
 
 
-def microbatch_group_size(config: RunConfig) -> int:
+def microbatch_group_size(parallel: ParallelConfig) -> int:
     """Consecutive microbatches of a model chunk in the interleaved schedule."""
-    parallel = config.parallel
     return parallel.microbatch_group_size_per_virtual_pipeline_stage or parallel.pipeline_model_parallel_size
 
 

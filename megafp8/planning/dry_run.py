@@ -21,6 +21,7 @@ from megafp8.config.activations import is_gated
 from megafp8.config.data_phases import first_samples, parse_phases, schedule_marks
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.layer_backends import EMULATED, LayerBackend
+from megafp8.config.micro_batch_sizes import SIZE_SETTINGS, is_auto, possible_sizes, refused_sizes
 from megafp8.config.rules.paths import checkpoints_to_load_are_there
 from megafp8.config.run_sizes import run_sizes
 from megafp8.config.schema import RunConfig
@@ -126,11 +127,11 @@ def describe_run(validated: ValidatedRun) -> DryRun:
 
     requested, world_size, automatic = validated.requested, validated.world_size, list[str]()
     is_verbose = requested.logging.verbose
-    if micro_batch.is_auto(requested):
+    if is_auto(requested.training):
         first, text = micro_batch_text(validated)
         validated, automatic = check_with_size(validated, first), [text if is_verbose else text.splitlines()[0]]
     config, target, implementation = validated.invocation.config, validated.target, validated.implementation
-    listed = with_values(config, {name: value_of(requested, name) for name in micro_batch.SIZE_SETTINGS})  # with `auto`
+    listed = with_values(config, {name: value_of(requested, name) for name in SIZE_SETTINGS})  # with `auto`
     has_transformer_engine = importlib.util.find_spec("transformer_engine") is not None
     # megatron-core's checks of experts ask for the version of Transformer Engine.
     asks_version = is_mixture(config.model) and not has_transformer_engine
@@ -301,7 +302,7 @@ def micro_batch_text(validated: ValidatedRun) -> tuple[int, str]:
     target, implementation = validated.target, validated.implementation
     vocab_size = dimensions.padded_vocab_size(config, vocabulary_size(config))
     outside = non_torch_bytes(config, world_size) if target.kind == "cuda" else resident_bytes()
-    sizes = micro_batch.possible_sizes(config, world_size)
+    sizes = possible_sizes(config, world_size)
     predicted = micro_batch.predicted_bytes(config, sizes, world_size, vocab_size, implementation, outside)
     gpu, limit_gib = gpu_of(target), config.training.micro_batch_size_memory_limit
     memory_bytes = detect_platform().free_memory_bytes() if gpu is None else gpu.memory_bytes
@@ -310,7 +311,7 @@ def micro_batch_text(validated: ValidatedRun) -> tuple[int, str]:
     notes = dict.fromkeys(predicted, micro_batch.NOT_TRIED) | dict.fromkeys(candidates, "") | {first: "first"}
     trials = [micro_batch.Trial(size=size, predicted_bytes=each, note=notes[size]) for size, each in predicted.items()]
     head = f"micro-batch size: auto, to be tried below {gib(limit_bytes)} GiB a rank; what follows is for {first}"
-    return first, section(head, [*micro_batch.refused_sizes(config, world_size), micro_batch.table(trials)])
+    return first, section(head, [*refused_sizes(config, world_size), micro_batch.table(trials)])
 
 
 def memory_text(

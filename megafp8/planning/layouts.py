@@ -242,7 +242,7 @@ def candidates(config: RunConfig, gpu: Gpu, world_size: int, given: Collection[s
     most_tokens = MAX_MIXTURE_TOKENS if is_routed else MAX_MICRO_BATCH_TOKENS
     micros = _choices(config, given, MICRO, _powers_of_two(min(MAX_MICRO_BATCH_SIZE, most_tokens // seq)))
     is_given = GRANULARITY in given or "training.recompute_activations" in given
-    recomputes = ({},) if is_given else recomputations(config)
+    recomputes = ({},) if is_given else recomputations(config.model)
     for tensor, context, pipeline in itertools.product(tensors, contexts, pipelines):
         if world_size % (tensor * context * pipeline):
             continue

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Optional
 
-from megafp8.config import derived, model_shapes, topology
+from megafp8.config import derived, model_shapes, stages, topology
 from megafp8.config.data_phases import training_blends
 from megafp8.config.latent_attention import DOWN_PROJECTIONS
 from megafp8.config.precision_map import MLP_LINEARS, OUTPUT_LAYER
@@ -116,7 +116,7 @@ class PlannedRun:
     @property
     def chunks(self) -> int:
         """Model chunks per pipeline rank; 1 without the interleaved schedule."""
-        return self.sizes.num_chunks or 1
+        return stages.virtual_pipeline_size(self.config.model, self.config.parallel) or 1
 
     @property
     def recipe(self) -> str:

@@ -43,7 +43,7 @@ from megafp8.config.mixture import PEER, token_dispatcher
 from megafp8.config.optimizers import has_flat_shards
 from megafp8.config.rules.cuda_graph import default_graph_problems, evaluation_graph_problems
 from megafp8.config.run_sizes import run_sizes
-from megafp8.config.schema import RunConfig
+from megafp8.config.schema import PrecisionConfig, RunConfig
 from megafp8.config.schema.setting import Role
 from megafp8.config.settings import settings_by_name, settings_with, value_of, with_values
 from megafp8.device import capability, nccl_buffers
@@ -168,7 +168,7 @@ def _performance(
     if not _has_te_layers(config, target):
         return {}, [Choice("--performance", "max", "adds nothing: needs Transformer Engine's layers")]
     added, choices = Values(), list[Choice]()
-    for values, choice in (_output_layer(config), _bf16_moments(config, saved_config, given)):
+    for values, choice in (_output_layer(config.precision), _bf16_moments(config, saved_config, given)):
         if problem := _new_problem(config, added | values, target, world_size):
             choices.append(choice._replace(value="off", reason=REMOVAL.sub("", problem)))
         else:
@@ -178,11 +178,11 @@ def _performance(
     return added, choices
 
 
-def _output_layer(config: RunConfig) -> tuple[Values, Choice]:
+def _output_layer(precision: PrecisionConfig) -> tuple[Values, Choice]:
     """In FP8, unless a map names the output layer."""
-    name = derived.quantization_recipe(config.precision)
+    name = derived.quantization_recipe(precision)
     recipe = registry.get(name).output_layer_recipe if name is not None else None
-    entries = precision_map.entries(config.precision)
+    entries = precision_map.entries(precision)
     mapped = (each for each in entries if precision_map.matches_pattern(precision_map.OUTPUT_LAYER, each.pattern))
     if recipe is None:
         reason = "layers are not in FP8" if name is None else f"{name} has no recipe for the output layer"
@@ -191,7 +191,7 @@ def _output_layer(config: RunConfig) -> tuple[Values, Choice]:
         reason = f"the precision map has {entry.pattern}"
         return {}, Choice(f"--precision {precision_map.OUTPUT_LAYER}", "as given", reason)
     text = f"{precision_map.OUTPUT_LAYER}={recipe}"
-    values = {"precision.precision_map": (*config.precision.precision_map, text)}
+    values = {"precision.precision_map": (*precision.precision_map, text)}
     return values, Choice("--precision", text, "--performance max")
 
 

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megafp8.config import derived, dimensions, latent_attention, mixture, model_shapes, multi_token
+from megafp8.config import derived, dimensions, latent_attention, mixture, model_shapes, multi_token, stages
 from megafp8.config.activations import is_gated
 from megafp8.config.layer_backends import TRANSFORMER_ENGINE, LayerBackend
 from megafp8.config.optimizers import is_layer_wise, updates_matrices
@@ -438,11 +438,13 @@ def layers_in_flight(sizes: RunSizes, stage: int) -> float:
     2 x (later stages) + (chunks - 1) x stages chunks (Narayanan et al. 2021, section 2.2); instead of the number of
     stages, --microbatch-group-size-per-virtual-pipeline-stage if it is given.
     """
-    num_microbatches, num_chunks = sizes.num_microbatches, sizes.num_chunks
+    num_microbatches = sizes.num_microbatches
+    num_chunks = stages.virtual_pipeline_size(sizes.model, sizes.parallel)
     layers, num_later = sizes.num_layers_on(stage), len(sizes.layers) - stage - 1
     if num_chunks is None:
         return layers * min(num_later + 1, num_microbatches)
-    in_flight = min(2 * num_later + (num_chunks - 1) * sizes.chunk_group + 1, num_microbatches * num_chunks)
+    group_size = stages.microbatch_group_size(sizes.parallel)
+    in_flight = min(2 * num_later + (num_chunks - 1) * group_size + 1, num_microbatches * num_chunks)
     return layers / num_chunks * in_flight
 
 
