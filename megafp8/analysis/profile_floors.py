@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from megafp8.analysis import profile
-from megafp8.config import iterations, mixture
+from megafp8.config import mixture
 from megafp8.planning import communication, compute, step_time
 from megafp8.planning.compute import LayerTime
 from megafp8.planning.mixture_time import expert_gemms, experts_time
@@ -37,7 +37,7 @@ def step_floors(run: PlannedRun, stage: int) -> dict[str, float]:
     run = dataclasses.replace(run, calibration=PEAK)
     floors: dict[str, float] = defaultdict(float)
     for part, seconds in _microbatch(run, stage):
-        floors[part] += seconds * iterations.num_microbatches(run.config, run.world_size)
+        floors[part] += seconds * run.sizes.num_microbatches
     floors[profile.QUANTIZE] += step_time.weight_casts_s(run, stage)
     floors[profile.OPTIMIZER] += step_time.optimizer_s(run, stage)
     if stage == 0:  # whose bytes the planner counts

@@ -25,7 +25,7 @@ from megafp8.config import derived, dimensions, precision_map, settings
 from megafp8.config.iterations import global_batch_size
 from megafp8.config.optimizers import has_flat_shards
 from megafp8.config.precision_map import LinearChoice
-from megafp8.config.schema import ModelConfig, PrecisionConfig, RunConfig
+from megafp8.config.schema import CheckpointConfig, ModelConfig, PrecisionConfig, RunConfig
 from megafp8.config.schema.setting import Role
 from megafp8.config.topology import model_parallel_size
 from megafp8.data.sample_hash import SampleHash, SampleHashChain
@@ -341,12 +341,9 @@ def changed_linears(old: Mapping[str, LinearChoice], new: Mapping[str, LinearCho
 
 
 def check_number_formats(
-    path: Path, model: ModelConfig, precision: PrecisionConfig, is_overridden: bool
+    path: Path, model: ModelConfig, precision: PrecisionConfig, checkpoint: CheckpointConfig
 ) -> tuple[str, ...]:
     """Raise if number formats differ from the checkpoint's, unless `--override-precision` is given.
-
-    Args:
-        is_overridden: it is given.
 
     Returns:
         Notes for the user.
@@ -367,7 +364,7 @@ def check_number_formats(
         lines += changed_linears(*choices)
     if not lines:
         return ()
-    if is_overridden:
+    if checkpoint.override_precision:
         return (f"training continues with a different precision ({'; '.join(lines)})",)
     raise CheckpointError(
         f"{path} was trained with a different precision (checkpoint -> this run):\n"

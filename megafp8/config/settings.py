@@ -287,8 +287,7 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
 
 def changed_settings(config: RunConfig) -> dict[str, Any]:
     """The settings of sections that differ from their defaults, by section as in `to_dict`."""
-    tree = to_dict(config)
-    changed: dict[str, dict[str, Any]] = {}
+    tree, changed = to_dict(config), dict[str, dict[str, Any]]()
     for setting in all_settings():
         if setting.section and value_of(config, setting.name) != setting.default:
             changed.setdefault(setting.section, {})[setting.field] = tree[setting.section][setting.field]

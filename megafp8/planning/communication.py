@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
-from megafp8.config import derived, dimensions, iterations, latent_attention, mixture, topology
+from megafp8.config import derived, dimensions, latent_attention, mixture
 from megafp8.config.model_shapes import count_parameters
 from megafp8.config.optimizers import has_flat_shards
 from megafp8.planning.compute import BF16_BYTES, bytes_per_element
@@ -50,7 +50,7 @@ def data_group(run: PlannedRun) -> RankGroup:
     stands for both, that of the blocks where there is more than one.
     """
     is_apart = run.config.parallel.use_tp_pp_dp_mapping and run.data > 1
-    size = topology.data_parallel_size(run.config, run.world_size, with_context_parallel=True)
+    size = run.sizes.replicas
     return RankGroup(size, run.tensor * (run.pipeline if is_apart else 1))
 
 
@@ -58,7 +58,7 @@ def expert_data_group(run: PlannedRun) -> RankGroup:
     """The group that reduces gradients of experts: the ranks that have the same ones."""
     parallel = run.config.parallel
     stride = mixture.expert_tensor_size(parallel) * parallel.expert_model_parallel_size
-    return RankGroup(mixture.expert_data_size(run.config, run.world_size), stride)
+    return RankGroup(run.sizes.expert_replicas, stride)
 
 
 def pipeline_group(run: PlannedRun) -> RankGroup:
@@ -317,7 +317,7 @@ def _group_traffic(
     num_buckets, num_microbatches = -(-parameters // bucket_size), 1
     if parallel.shards_weights:
         assert config.model.num_layers is not None
-        num_microbatches = iterations.num_microbatches(config, run.world_size)
+        num_microbatches = run.sizes.num_microbatches
         num_buckets = num_microbatches * (config.model.num_layers + 1)
         parameter_bytes *= num_microbatches * (1 if parallel.keeps_gathered else 2)
     elif not parallel.use_distributed_optimizer:

@@ -204,7 +204,7 @@ def recompute_s(run: PlannedRun, forward: LayerTime, num_layers: int, experts_s:
     if experts_s is not None:
         return seconds + (experts_s if "moe" in modules else 0.0)
     if "mlp" in modules:
-        weights = [linear.out_features * linear.in_features for linear in model_shapes.gemm_dimensions(run.config)]
+        weights = [linear.out_features * linear.in_features for linear in run.sizes.linears]
         fraction = sum(weights[-2:]) / sum(weights)
         seconds += fraction * (forward.fprop + forward.casts) + forward.activation
     return seconds

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megafp8.config import derived, iterations, mixture, model_shapes, rules
+from megafp8.config import derived, mixture, model_shapes, rules
 from megafp8.config.layer_backends import TRANSFORMER_ENGINE
 from megafp8.config.micro_batch_sizes import possible_sizes
 from megafp8.config.precision_map import GEMMS
@@ -75,7 +75,7 @@ def linear_gains(run: PlannedRun) -> list[LinearGain]:
 
 def linear_casts_s(run: PlannedRun, recipe: str, linear: model_shapes.GemmDimensions) -> float:
     """Seconds of quantizing a linear's operands for one microbatch, with a share of the weight's cast."""
-    weight_share = 1 / iterations.num_microbatches(run.config, run.world_size)
+    weight_share = 1 / run.sizes.num_microbatches
     num_activations = linear.rows * linear.in_features + grad_output_rows(run, linear) * linear.out_features
     num_elements = num_activations + weight_share * linear.in_features * linear.out_features
     return cast_s(run, recipe, num_elements, 2 + weight_share)

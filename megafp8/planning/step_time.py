@@ -174,7 +174,7 @@ def step_time(run: PlannedRun) -> StepTime:
     layers = {size: layer_times(run, *size) for size in set(sizes.values())}
     times = {stage: stage_time(run, stage, layers[sizes[stage]]) for stage in counts}
     slowest = max(times, key=lambda stage: times[stage].seconds)
-    num_microbatches = iterations.num_microbatches(run.config, run.world_size)
+    num_microbatches = run.sizes.num_microbatches
     parts = {name: num_microbatches * seconds for name, seconds in times[slowest].parts.items()}
     all_stages_s = sum(count * times[stage].seconds for stage, count in counts.items())
     parts |= pipeline_parts(run, all_stages_s - times[slowest].seconds, num_microbatches)
@@ -389,7 +389,7 @@ def exposed_data_parallel_s(run: PlannedRun, time: StageTime, stage: int) -> flo
     traffic, parallel = communication.data_parallel_traffic(run, stage), run.config.parallel
     reduce_s, gather_s = traffic.reduce_s, traffic.gather_s
     if parallel.shards_weights:
-        step_s = time.seconds * iterations.num_microbatches(run.config, run.world_size)
+        step_s = time.seconds * run.sizes.num_microbatches
         total_s = reduce_s + gather_s
         return max(total_s / traffic.num_buckets, exposed_s(total_s, step_s))
     if parallel.overlap_grad_reduce:
@@ -410,7 +410,7 @@ def weight_casts_s(run: PlannedRun, stage: int) -> float:
     num_elements /= max(1, run.sizes.num_layers_on(stage))
     counts = layer_counts(run, stage, FORWARD_GEMMS)
     num_layers, num_expert_layers = layers_of_stage(run, stage)
-    num_tensors = float(len(model_shapes.gemm_dimensions(run.config)))
+    num_tensors = float(len(run.sizes.linears))
     if num_expert_layers:
         num_experts = 1 if is_one_launch(run.config) else mixture.experts_per_rank(run.config)
         num_tensors += 2 * num_experts * num_expert_layers / num_layers
@@ -426,7 +426,7 @@ def weight_casts_s(run: PlannedRun, stage: int) -> float:
 
 def bytes_by_group(run: PlannedRun) -> dict[str, float]:
     """Bytes that a rank of the first pipeline stage sends in one step, by process group."""
-    num_microbatches = iterations.num_microbatches(run.config, run.world_size)
+    num_microbatches = run.sizes.num_microbatches
     num_layer_passes = run.sizes.num_layers_on(0) * num_microbatches
     num_layers, num_expert_layers = layers_of_stage(run, 0)
     traffic = [

@@ -27,8 +27,7 @@ def config_of(text: str) -> RunConfig:
 def checked(before: str, now: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     monkeypatch.setattr(compatibility, "read_config", lambda path: config_of(before))
     config = config_of(now)
-    is_overridden = config.checkpoint.override_precision
-    return check_number_formats(Path("iter_0000007"), config.model, config.precision, is_overridden)
+    return check_number_formats(Path("iter_0000007"), config.model, config.precision, config.checkpoint)
 
 
 @pytest.mark.parametrize(
