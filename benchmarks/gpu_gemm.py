@@ -177,7 +177,7 @@ def linear_row(model: Model, times: Times, recipe: str, linear: model_shapes.Gem
         casts_us = sum(share * times[recipe, model.casts(linear)[name]] for name, share in shares.items())
     return LinearRow(
         model=model.name, linear=linear.name, recipe=recipe,
-        sizes=f"{model.run.tokens} x {linear.in_features} to {linear.out_features}",
+        sizes=f"{model.run.sizes.tokens} x {linear.in_features} to {linear.out_features}",
         gemm_us=of_recipe, tflops={p.kind: p.flops / of_recipe[p.kind] / 1e6 for p in products},
         floor_us=sum(floor_us(model.run.gpu, recipe, product) for product in products), casts_us=casts_us,
         gemm_speed=bf16_us / gemm_us, speed=bf16_us / (gemm_us + casts_us),
@@ -357,7 +357,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         times = device.measure(model.candidates(options.recipes), options.rounds)
         text, result = report(model, times, options.recipes)
         print(
-            f"\n{name}: {model.layers} layers of {model.run.tokens} tokens, {model.microbatches} microbatches, "
+            f"\n{name}: {model.layers} layers of {model.run.sizes.tokens} tokens, {model.microbatches} microbatches, "
             f"{device.torch.cuda.get_device_name()}\n{text}",
             flush=True,
         )

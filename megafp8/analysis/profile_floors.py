@@ -57,7 +57,8 @@ def _microbatch(run: PlannedRun, stage: int) -> Iterator[tuple[str, float]]:
                         yield part, weight * seconds
     repeats = 1 + run.sizes.depths_on(stage)
     if stage == 0:  # the lookup, and adding to its gradient
-        yield profile.EMBEDDING, repeats * 4 * run.memory_s(compute.BF16_BYTES * run.tokens * run.hidden_size)
+        elements = run.sizes.tokens * run.sizes.hidden_size
+        yield profile.EMBEDDING, repeats * 4 * run.memory_s(compute.BF16_BYTES * elements)
     if stage == run.pipeline - 1:
         recipes = output_layer_recipes(run.config.model, run.config.precision)
         for gemm in output_layer_gemms(run):
@@ -125,7 +126,7 @@ def _communication_s(run: PlannedRun) -> float:
         "expert parallel": communication.RankGroup(
             parallel.expert_model_parallel_size, mixture.expert_tensor_size(parallel)
         ),
-        "context parallel": communication.RankGroup(run.context, run.tensor),
+        "context parallel": communication.RankGroup(run.context, run.sizes.tensor),
         "pipeline": communication.pipeline_group(run),
         "data parallel, gradients": communication.data_group(run),
         "data parallel, parameters": communication.data_group(run),

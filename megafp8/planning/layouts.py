@@ -133,7 +133,7 @@ class PlannedLayout:
     def name(self) -> str:
         """For example `TP 8 PP 4 VPP 5 DP 16, micro batch 1, full recompute`."""
         run, training = self.run, self.run.config.training
-        sizes = {"TP": run.tensor, "PP": run.pipeline, "VPP": run.chunks, "CP": run.context, "DP": run.data}
+        sizes = {"TP": run.sizes.tensor, "PP": run.pipeline, "VPP": run.chunks, "CP": run.context, "DP": run.data}
         if mixture.is_mixture(run.config.model):
             sizes["EP"] = run.config.parallel.expert_model_parallel_size
             sizes["ETP"] = mixture.expert_tensor_size(run.config.parallel)

@@ -94,11 +94,6 @@ class PlannedRun:
         return run_sizes(self.config, self.world_size, self.padded_vocab)
 
     @property
-    def tensor(self) -> int:
-        """Tensor-parallel size."""
-        return self.config.parallel.tensor_model_parallel_size
-
-    @property
     def context(self) -> int:
         """Context-parallel size."""
         return self.config.parallel.context_parallel_size
@@ -130,18 +125,9 @@ class PlannedRun:
         return self.config.data.seq_length if self.document_length is None else self.document_length
 
     @property
-    def hidden_size(self) -> int:
-        return self.sizes.hidden_size
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of one microbatch on one context-parallel rank."""
-        return self.sizes.tokens
-
-    @property
     def sharded_tokens(self) -> int:
         """Tokens of one microbatch on one rank outside of the linears: a shard with sequence parallelism."""
-        return self.tokens // (self.tensor if self.config.parallel.sequence_parallel else 1)
+        return self.sizes.tokens // (self.sizes.tensor if self.config.parallel.sequence_parallel else 1)
 
     def memory_s(self, num_bytes: float) -> float:
         """Seconds of reading or writing `num_bytes` of device memory."""
@@ -228,7 +214,7 @@ def layer_gemms(run: PlannedRun, has_experts: bool = False) -> list[LinearGemm]:
         gemm
         for linear in layer_linears(run.config, has_experts)
         for gemm in linear_gemms(
-            linear.name, linear.rows if linear.name in DOWN_PROJECTIONS else run.tokens, linear.out_features,
+            linear.name, linear.rows if linear.name in DOWN_PROJECTIONS else run.sizes.tokens, linear.out_features,
             linear.in_features,
         )
     ]  # fmt: skip
@@ -236,4 +222,4 @@ def layer_gemms(run: PlannedRun, has_experts: bool = False) -> list[LinearGemm]:
 
 def output_layer_gemms(run: PlannedRun) -> tuple[LinearGemm, LinearGemm, LinearGemm]:
     """The GEMMs of the output layer for one microbatch."""
-    return linear_gemms(OUTPUT_LAYER, run.tokens, run.padded_vocab // run.tensor, run.hidden_size)
+    return linear_gemms(OUTPUT_LAYER, run.sizes.tokens, run.padded_vocab // run.sizes.tensor, run.sizes.hidden_size)

@@ -322,7 +322,7 @@ def recomputes_exchange(run: PlannedRun) -> bool:
 
 def add_embedding(run: PlannedRun, stage: StageTime) -> None:
     """Add the embedding lookup, its gradient, and the all-reduce over vocabulary shards."""
-    num_elements = run.tokens * run.hidden_size
+    num_elements = run.sizes.tokens * run.sizes.hidden_size
     reduce_s = communication.ring_collective_s(run, communication.tensor_group(run), compute.BF16_BYTES * num_elements)
     stage.add("norms, activation, rotary", *2 * (run.memory_s(2 * compute.BF16_BYTES * num_elements),))
     stage.add("tensor parallel", reduce_s, reduce_s)
@@ -336,7 +336,7 @@ def add_output_layer(run: PlannedRun, stage: StageTime) -> None:
     stage.add("loss", loss_s / 2, loss_s / 2)
     # The input is gathered in the forward pass, as codes if it is quantized. In the backward pass this gather overlaps
     # with dgrad, and the reduction with wgrad.
-    group, num_elements = communication.tensor_group(run), run.tokens * run.hidden_size
+    group, num_elements = communication.tensor_group(run), run.sizes.tokens * run.sizes.hidden_size
     input_bytes = compute.bytes_per_element(output_layer_recipes(run.config.model, run.config.precision)["fprop"])
     gather_s, reduce_s = (
         communication.ring_collective_s(run, group, each * num_elements) for each in (input_bytes, compute.BF16_BYTES)
@@ -346,8 +346,8 @@ def add_output_layer(run: PlannedRun, stage: StageTime) -> None:
 
 def add_multi_token(run: PlannedRun, stage: StageTime) -> None:
     """Add what the modules of multi-token prediction have besides a layer: projection, embedding and output layer."""
-    recipe, tokens, hidden = multi_token_recipe(run), run.tokens, run.hidden_size
-    outputs = hidden // run.tensor
+    recipe, tokens, hidden = multi_token_recipe(run), run.sizes.tokens, run.sizes.hidden_size
+    outputs = hidden // run.sizes.tensor
     for _ in range(multi_token.num_depths(run.config.model)):
         add_embedding(run, stage)
         add_output_layer(run, stage)
@@ -355,7 +355,7 @@ def add_multi_token(run: PlannedRun, stage: StageTime) -> None:
         dgrad_s = compute.gemm_s(run, recipe, tokens, 2 * hidden, outputs)
         wgrad_s = compute.gemm_s(run, recipe, outputs, 2 * hidden, tokens)
         stage.add("linears", forward_s, dgrad_s + wgrad_s)
-        num_elements = run.tokens * hidden
+        num_elements = run.sizes.tokens * hidden
         stage.add(
             "casts", compute.cast_s(run, recipe, 2 * num_elements, 1), compute.cast_s(run, recipe, num_elements, 1)
         )
@@ -419,7 +419,7 @@ def weight_casts_s(run: PlannedRun, stage: int) -> float:
     )
     if stage < run.pipeline - 1:
         return layers_s
-    output_size = run.padded_vocab // run.tensor * run.hidden_size
+    output_size = run.padded_vocab // run.sizes.tensor * run.sizes.hidden_size
     recipe = output_layer_recipes(run.config.model, run.config.precision)["fprop"]
     return layers_s + compute.cast_s(run, recipe, output_size, 1)
 
