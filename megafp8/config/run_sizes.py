@@ -1,4 +1,4 @@
-"""What the memory of a run depends on, resolved once from settings that passed the checks."""
+"""What the memory and the time of a run depend on, resolved once from settings that passed the checks."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class RunSizes:
         num_microbatches: of one data-parallel rank in a step.
         gathers_keys: context-parallel ranks gather the keys and values of all.
         uses_peers: experts get tokens through the memory of other GPUs.
+        recompute_granularity, recompute_modules: see `derived`.
         splits_layer_inputs: tensor-parallel ranks divide the inputs that full recomputation saves.
         has_one_pass_update: see `fused_adam_problem`.
         beside_graph: what runs eagerly in a run with a CUDA graph: `steps`, or only `evaluations`; None without them.

@@ -90,7 +90,7 @@ class PlannedRun:
 
     @cached_property
     def sizes(self) -> RunSizes:
-        """What the memory depends on."""
+        """What memory and time depend on."""
         return run_sizes(self.config, self.world_size, self.padded_vocab)
 
     @property
