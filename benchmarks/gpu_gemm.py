@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import timing
 from benchmarks.gpu_train import SHAPES
-from megafp8.config import dimensions, flags, iterations, model_shapes, stages, topology
+from megafp8.config import dimensions, flags, model_shapes, topology
 from megafp8.config.precision_map import GEMMS, OUTPUT_LAYER
 from megafp8.device.gpus import GPUS, Gpu, find_gpu
 from megafp8.errors import ConfigError
@@ -126,7 +126,7 @@ def model_of(name: str, text: Sequence[str], gpu: Gpu) -> Model:
     config = parsed.config
     padded = dimensions.padded_vocab_size(config, vocabulary or 0)
     run = PlannedRun(config=config, gpu=gpu, world_size=world_size, padded_vocab=padded)
-    return Model(name, run, stages.num_layers_on(config, 0), iterations.num_microbatches(config, world_size))
+    return Model(name, run, len(run.sizes.layers[0]), run.sizes.num_microbatches)
 
 
 # ---- what the times come to ---------------------------------------------------------------------------------------

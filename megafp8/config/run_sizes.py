@@ -25,7 +25,8 @@ class RunSizes:
         num_microbatches: of one data-parallel rank in a step.
         gathers_keys: context-parallel ranks gather the keys and values of all.
         uses_peers: experts get tokens through the memory of other GPUs.
-        recompute_granularity, recompute_modules: see `derived`.
+        recompute_modules: of selective recomputation.
+        recompute_method, recompute_num_layers: of full recomputation; the method is None without it.
         splits_layer_inputs: tensor-parallel ranks divide the inputs that full recomputation saves.
         has_one_pass_update: see `fused_adam_problem`.
         beside_graph: what runs eagerly in a run with a CUDA graph: `steps`, or only `evaluations`; None without them.
@@ -46,7 +47,6 @@ class RunSizes:
     num_microbatches: int
     gathers_keys: bool
     uses_peers: bool
-    recompute_granularity: Optional[str]
     recompute_modules: tuple[str, ...]
     recompute_method: Optional[str]
     recompute_num_layers: Optional[int]
@@ -96,10 +96,8 @@ def run_sizes(config: RunConfig, world_size: int, padded_vocab: int) -> RunSizes
     model, parallel, training, data = config.model, config.parallel, config.training, config.data
     context = parallel.context_parallel_size
     assert data.seq_length is not None and training.micro_batch_size is not None
-    beside = None
-    if derived.uses_cuda_graph(config):
-        has_eager_steps = config.logging.fp8_log_interval is not None or training.fp8_guard != "off"
-        beside = "steps" if has_eager_steps else "evaluations" if training.eval_iters else None
+    has_eager_steps = config.logging.fp8_log_interval is not None or training.fp8_guard != "off"
+    beside = "steps" if has_eager_steps else "evaluations" if training.eval_iters else None
     return RunSizes(
         model=model,
         parallel=parallel,
@@ -116,11 +114,10 @@ def run_sizes(config: RunConfig, world_size: int, padded_vocab: int) -> RunSizes
         num_microbatches=iterations.num_microbatches(config, world_size),
         gathers_keys=data.reset_attention_mask and context > 1 and dimensions.cp_exchange(config) == "allgather",
         uses_peers=mixture.token_dispatcher(config) == mixture.PEER,
-        recompute_granularity=derived.recompute_granularity(training),
         recompute_modules=derived.recompute_modules(training),
-        recompute_method=training.recompute_method,
+        recompute_method=training.recompute_method if training.recompute_granularity == "full" else None,
         recompute_num_layers=training.recompute_num_layers,
         splits_layer_inputs=training.distribute_saved_activations,
         has_one_pass_update=fused_adam_problem(config) is None,
-        beside_graph=beside,
+        beside_graph=beside if derived.uses_cuda_graph(config) else None,
     )

@@ -91,11 +91,6 @@ def stage_layers(config: RunConfig) -> Stages:
     return _stage_layers(config.model.num_layers, config.parallel)
 
 
-def num_layers_on(config: RunConfig, stage: int) -> int:
-    """Number of layers of one stage, over its chunks."""
-    return sum(map(len, stage_layers(config)[stage]))
-
-
 def kinds_of_stages(config: RunConfig) -> dict[int, int]:
     """One stage of each kind, and the number of stages of its kind, in the order of the stages.
 
@@ -105,8 +100,8 @@ def kinds_of_stages(config: RunConfig) -> dict[int, int]:
     last = config.parallel.pipeline_model_parallel_size - 1
     first_of_size: dict[int, int] = {}
     counts = {0: 1}
-    for stage in range(1, last):
-        kind = first_of_size.setdefault(num_layers_on(config, stage), stage)
+    for stage, chunks in enumerate(stage_layers(config)[1:last], 1):
+        kind = first_of_size.setdefault(sum(map(len, chunks)), stage)
         counts[kind] = counts.get(kind, 0) + 1
     return counts | {last: 1}
 

@@ -426,7 +426,7 @@ def layer_activations(sizes: RunSizes, *, implementation: LayerBackend = TRANSFO
 def saved_layer_bytes(sizes: RunSizes, *, implementation: LayerBackend = TRANSFORMER_ENGINE) -> int:
     """Bytes that one layer keeps of a microbatch until its backward pass, with the recomputation of the run."""
     layer = layer_activations(sizes, implementation=implementation)
-    if sizes.recompute_granularity == "full":
+    if sizes.recompute_method is not None:
         return layer.layer_input
     return layer.after_selective_recompute(sizes.recompute_modules)
 
@@ -456,7 +456,7 @@ def _activation_bytes(sizes: RunSizes, stage: int, implementation: LayerBackend)
         embedding = sizes.residual_elements * DROPOUT_MASK_BYTES * in_flight / num_layers
     if not num_layers:
         return 0
-    if sizes.recompute_granularity != "full":
+    if sizes.recompute_method is None:
         stored = saved_layer_bytes(sizes, implementation=implementation)
         # While a module is recomputed, the activations that it had dropped exist once.
         return int(in_flight * stored + (layer.total - stored) + embedding)
