@@ -18,6 +18,7 @@ import json
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from accelerate.utils import TERecipeKwargs
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
 from benchmarks.gpu_train import SHAPES
-from megafp8.checkpoint.convert.families import family_of_run
+from megafp8.checkpoint.convert.families import family_of_model
 from megafp8.config import dimensions, flags, model_shapes
 from megafp8.config.schema import RunConfig
 from megafp8.device.energy import EnergyCounter, has_library
@@ -45,9 +46,11 @@ def run_of(shape: str) -> RunConfig:
 
 def build_model(config: RunConfig) -> Any:
     """The transformers model of a run, with initial weights in FP32."""
-    family, _ = family_of_run(config)
+    positions = config.model.max_position_embeddings or config.data.seq_length
+    model = replace(config.model, max_position_embeddings=positions)
+    family, _ = family_of_model(model)
     vocabulary = dimensions.padded_vocab_size(config, int(config.model.vocab_size or 0) + 1)
-    fields = family.to_hf_config(config) | {"vocab_size": vocabulary}
+    fields = family.to_hf_config(model, config.precision) | {"vocab_size": vocabulary}
     model_type = fields.pop("model_type", family.model_type)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields), attn_implementation="sdpa")
 

@@ -103,7 +103,7 @@ class Shape:
 
 def shape_of(model: Model) -> Shape:
     """Of a model's microbatch on one tensor-parallel rank."""
-    config, ranks = model.run.config, model.run.tensor
+    config, ranks = model.run.config, model.run.sizes.tensor
     heads = config.model.num_attention_heads
     assert heads is not None and config.training.micro_batch_size is not None and config.data.seq_length is not None
     return Shape(

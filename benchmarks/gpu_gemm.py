@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import timing
 from benchmarks.gpu_train import SHAPES
-from megafp8.config import dimensions, flags, iterations, model_shapes, stages, topology
+from megafp8.config import dimensions, flags, model_shapes, topology
 from megafp8.config.precision_map import GEMMS, OUTPUT_LAYER
 from megafp8.device.gpus import GPUS, Gpu, find_gpu
 from megafp8.errors import ConfigError
@@ -126,7 +126,7 @@ def model_of(name: str, text: Sequence[str], gpu: Gpu) -> Model:
     config = parsed.config
     padded = dimensions.padded_vocab_size(config, vocabulary or 0)
     run = PlannedRun(config=config, gpu=gpu, world_size=world_size, padded_vocab=padded)
-    return Model(name, run, stages.num_layers_on(config, 0), iterations.num_microbatches(config, world_size))
+    return Model(name, run, len(run.sizes.layers[0]), run.sizes.num_microbatches)
 
 
 # ---- what the times come to ---------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def linear_row(model: Model, times: Times, recipe: str, linear: model_shapes.Gem
         casts_us = sum(share * times[recipe, model.casts(linear)[name]] for name, share in shares.items())
     return LinearRow(
         model=model.name, linear=linear.name, recipe=recipe,
-        sizes=f"{model.run.tokens} x {linear.in_features} to {linear.out_features}",
+        sizes=f"{model.run.sizes.tokens} x {linear.in_features} to {linear.out_features}",
         gemm_us=of_recipe, tflops={p.kind: p.flops / of_recipe[p.kind] / 1e6 for p in products},
         floor_us=sum(floor_us(model.run.gpu, recipe, product) for product in products), casts_us=casts_us,
         gemm_speed=bf16_us / gemm_us, speed=bf16_us / (gemm_us + casts_us),
@@ -357,7 +357,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         times = device.measure(model.candidates(options.recipes), options.rounds)
         text, result = report(model, times, options.recipes)
         print(
-            f"\n{name}: {model.layers} layers of {model.run.tokens} tokens, {model.microbatches} microbatches, "
+            f"\n{name}: {model.layers} layers of {model.run.sizes.tokens} tokens, {model.microbatches} microbatches, "
             f"{device.torch.cuda.get_device_name()}\n{text}",
             flush=True,
         )

@@ -66,7 +66,7 @@ def compare(row: Measurement) -> Compared:
     """Predict what was measured."""
     run = row.run()
     step_ms = step_time(run).seconds * 1e3 if row.step_ms is not None else None
-    estimates = estimate_stages(run.config, run.world_size, run.padded_vocab, implementation=row.implementation)
+    estimates = estimate_stages(run.sizes, implementation=row.implementation)
     return Compared(row, step_ms, max(estimate.total_bytes for estimate in estimates) / GIB)
 
 

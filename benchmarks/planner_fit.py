@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from benchmarks.planner_measurements import COMMON, FIT, GROUPS, MEASUREMENTS, SHAPES, SMALL_LINEARS, Measurement
 from benchmarks.planner_published import groups
-from megafp8.config import iterations, model_shapes, stages
+from megafp8.config import iterations, model_shapes
 from megafp8.planning import compute, step_time
 from megafp8.planning.fit import linear_casts_s
 from megafp8.planning.planned_run import Calibration, PlannedRun, layer_gemms
@@ -100,7 +100,7 @@ def attention_constants(calibration: Calibration) -> dict[str, float]:
     inverse = {}
     for shape in ("A", "B"):
         run = rows(shape, "bf16").run(calibration)
-        layers = stages.num_layers_on(run.config, 0)
+        layers = len(run.sizes.layers[0])
         model_flops = layers * attention_flops(run)
         length = run.config.data.seq_length
         assert length is not None
@@ -130,7 +130,7 @@ def host_constants() -> dict[str, float]:
     for name, recipe in (("bf16_host_layer_s", "bf16"), ("fp8_host_layer_s", "tensorwise")):
         row = next(row for row in MEASUREMENTS if row.name == f"megafp8 small {recipe}")
         assert row.step_ms is not None
-        passes = iterations.num_microbatches(row.config, 1) * stages.num_layers_on(row.config, 0)
+        passes = iterations.num_microbatches(row.config, 1) * (row.config.model.num_layers or 0)
         found[name] = row.step_ms * 1e-3 / passes
     return found
 

@@ -11,6 +11,7 @@ from benchmarks.gpu_layout_rows import LAYOUTS, PEER, Row, median_rows
 from benchmarks.gpu_train import COMMON, MODES, SHAPES
 from benchmarks.planner_measurements import run_of
 from megafp8.config.flags import parse
+from megafp8.config.run_sizes import run_sizes
 from megafp8.device import capability
 from megafp8.device.gpus import GPUS, find_gpu
 from megafp8.errors import ConfigError
@@ -56,7 +57,7 @@ def predict(row: Row) -> Predicted:
     config, _ = choose(given, gpu.target, row.num_gpus)
     run = run_of(config, gpu.name, row.num_gpus)
     implementation = capability.layer_backend(config, gpu.target)
-    estimates = estimate_stages(config, row.num_gpus, run.padded_vocab, implementation=implementation)
+    estimates = estimate_stages(run_sizes(config, row.num_gpus, run.padded_vocab), implementation=implementation)
     peak_bytes = max(estimate.total_bytes for estimate in estimates)
     return Predicted(row, gpu.name, step_time(run).seconds * 1e3, peak_bytes / GIB)
 

@@ -232,7 +232,7 @@ def nudge(run: Run, seed: int) -> None:
 
 def weights(run: Run) -> dict[str, Tensor]:
     """Copies of this rank's weights by name, prefixed with the chunk's number. Waits for pending gathers."""
-    finish_param_gather(run.config, run.training_state)
+    finish_param_gather(run.config.parallel, run.training_state)
     return {
         f"{index}.{name}": parameter.detach().clone()
         for index, chunk in enumerate(unwrap_model(run.training_state.chunks))

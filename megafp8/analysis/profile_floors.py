@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from megafp8.analysis import profile
-from megafp8.config import iterations, mixture, multi_token
+from megafp8.config import mixture
 from megafp8.planning import communication, compute, step_time
 from megafp8.planning.compute import LayerTime
 from megafp8.planning.mixture_time import expert_gemms, experts_time
@@ -37,7 +37,7 @@ def step_floors(run: PlannedRun, stage: int) -> dict[str, float]:
     run = dataclasses.replace(run, calibration=PEAK)
     floors: dict[str, float] = defaultdict(float)
     for part, seconds in _microbatch(run, stage):
-        floors[part] += seconds * iterations.num_microbatches(run.config, run.world_size)
+        floors[part] += seconds * run.sizes.num_microbatches
     floors[profile.QUANTIZE] += step_time.weight_casts_s(run, stage)
     floors[profile.OPTIMIZER] += step_time.optimizer_s(run, stage)
     if stage == 0:  # whose bytes the planner counts
@@ -55,11 +55,12 @@ def _microbatch(run: PlannedRun, stage: int) -> Iterator[tuple[str, float]]:
                     weight = count * num_alike / num_layers
                     for part, seconds in _layer(run, recipe, num_layers, has_experts, bool(is_backward)):
                         yield part, weight * seconds
-    repeats = 1 + multi_token.depths_on(run.config, stage)
+    repeats = 1 + run.sizes.depths_on(stage)
     if stage == 0:  # the lookup, and adding to its gradient
-        yield profile.EMBEDDING, repeats * 4 * run.memory_s(compute.BF16_BYTES * run.tokens * run.hidden_size)
+        elements = run.sizes.tokens * run.sizes.hidden_size
+        yield profile.EMBEDDING, repeats * 4 * run.memory_s(compute.BF16_BYTES * elements)
     if stage == run.pipeline - 1:
-        recipes = output_layer_recipes(run.config)
+        recipes = output_layer_recipes(run.config.model, run.config.precision)
         for gemm in output_layer_gemms(run):
             recipe = recipes[gemm.kind]
             yield gemm_part(run, recipe), repeats * gemm.flops / compute.gemm_flops_per_s(run, recipe)
@@ -125,7 +126,7 @@ def _communication_s(run: PlannedRun) -> float:
         "expert parallel": communication.RankGroup(
             parallel.expert_model_parallel_size, mixture.expert_tensor_size(parallel)
         ),
-        "context parallel": communication.RankGroup(run.context, run.tensor),
+        "context parallel": communication.RankGroup(run.context, run.sizes.tensor),
         "pipeline": communication.pipeline_group(run),
         "data parallel, gradients": communication.data_group(run),
         "data parallel, parameters": communication.data_group(run),

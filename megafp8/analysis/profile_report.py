@@ -12,7 +12,7 @@ from megafp8.analysis.profile import Profile, Trace, read_trace
 from megafp8.analysis.profile_floors import step_floors
 from megafp8.analysis.runs import LoadedRun, load_run
 from megafp8.config import derived, iterations, model_shapes, topology
-from megafp8.config.schema import RunConfig
+from megafp8.config.schema import ModelConfig, RunConfig
 from megafp8.config.settings import convert_tree, with_values
 from megafp8.device.gpus import find_gpu
 from megafp8.errors import ConfigError, DataError
@@ -139,8 +139,8 @@ def floors_of(run: LoadedRun, trace: Path) -> Floors:
         config=config,
         gpu=gpu,
         world_size=info.world_size,
-        padded_vocab=_padded_vocab(config, info.num_parameters),
-        document_length=_document_length(run, config),
+        padded_vocab=_padded_vocab(config.model, info.num_parameters),
+        document_length=_document_length(run, iterations.tokens_per_step(config, info.world_size)),
     )
     name = TRACE_NAME.fullmatch(trace.name)
     rank = min(int(name[1]) if name else 0, info.world_size - 1)
@@ -148,16 +148,16 @@ def floors_of(run: LoadedRun, trace: Path) -> Floors:
     return Floors(step_floors(planned, stage), f"FLOPs and bytes of the planner at the peak of {gpu.device_name}")
 
 
-def _padded_vocab(config: RunConfig, num_parameters: int) -> int:
+def _padded_vocab(model: ModelConfig, num_parameters: int) -> int:
     """Rows of the embedding, in which the number of parameters is linear. Records do not have the tokenizer's size."""
-    without, one = (model_shapes.count_parameters(config.model, rows).total for rows in (0, 1))
+    without, one = (model_shapes.count_parameters(model, rows).total for rows in (0, 1))
     return (num_parameters - without) // (one - without)
 
 
-def _document_length(run: LoadedRun, config: RunConfig) -> Optional[float]:
+def _document_length(run: LoadedRun, tokens: int) -> Optional[float]:
     """Mean length of a token's document in the last step; None if attention does not stop at the borders."""
     squares = run.steps[-1].document_squares if run.steps else None
-    return None if squares is None else squares / iterations.tokens_per_step(config, run.info.world_size)
+    return None if squares is None else squares / tokens
 
 
 def part_rows(profile: Profile, floors: Mapping[str, float]) -> list[tuple[str, float, float, float, Optional[float]]]:

@@ -11,7 +11,8 @@ histories) is loaded where the checkpoint has it, and incomplete optimizer state
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, Optional
@@ -23,7 +24,8 @@ from megafp8.checkpoint.metadata import embedding_rows, load_common_state, read_
 from megafp8.config import derived, dimensions, precision_map, settings
 from megafp8.config.iterations import global_batch_size
 from megafp8.config.optimizers import has_flat_shards
-from megafp8.config.schema import PrecisionConfig, RunConfig
+from megafp8.config.precision_map import LinearChoice
+from megafp8.config.schema import CheckpointConfig, ModelConfig, PrecisionConfig, RunConfig
 from megafp8.config.schema.setting import Role
 from megafp8.config.topology import model_parallel_size
 from megafp8.data.sample_hash import SampleHash, SampleHashChain
@@ -64,7 +66,7 @@ def check_settings(path: Path, saved: RunConfig, config: RunConfig, with_optimiz
         with_optimizer: the state of the optimizer is loaded.
     """
     check_model(path, saved, config)
-    check_amax_history(path, saved, config)
+    check_amax_history(path, saved.precision, config.precision)
     check_optimizer(path, saved, config, with_optimizer)
 
 
@@ -99,7 +101,7 @@ def model_differences(saved: RunConfig, config: RunConfig) -> list[str]:
     # Sinkhorn selects experts by other scores than all other types.
     if len({"sinkhorn" in each.model.moe_router_load_balancing_type for each in (saved, config)}) == 1:
         checked.remove("model.moe_router_load_balancing_type")
-    different = settings.diff(with_explicit_sizes(saved), with_explicit_sizes(config))
+    different = settings.diff(*(RunConfig(model=with_explicit_sizes(each.model)) for each in (saved, config)))
     return [line for line in different if line.partition(":")[0] in checked]
 
 
@@ -118,7 +120,7 @@ def changed_settings(path: Path, config: RunConfig, world_size: int, weights_onl
     hint = "" if config.training.global_batch_size else f" ({BATCH_FLAG} {runs[0].training.global_batch_size} keeps it)"
     lines = [
         line + hint * line.startswith("training.global_batch_size:")
-        for line in settings.diff(*map(with_explicit_sizes, runs))
+        for line in settings.diff(*(replace(each, model=with_explicit_sizes(each.model)) for each in runs))
         if (name := line.partition(":")[0]) in named and name not in refused
         and (line.startswith("model.") or not weights_only)
     ]  # fmt: skip
@@ -137,26 +139,22 @@ def with_explicit_batches(*runs: tuple[RunConfig, int]) -> list[RunConfig]:
     ]
 
 
-def with_explicit_sizes(config: RunConfig) -> RunConfig:
+def with_explicit_sizes(model: ModelConfig) -> ModelConfig:
     """Return settings with the sizes that they leave to a default, so that equal models have equal settings."""
-    model = config.model
     if None in (model.hidden_size, model.num_attention_heads):
-        return config
+        return model
     is_learned = model.position_embedding_type == "learned_absolute"
-    return settings.with_values(
-        config,
-        {
-            "model.ffn_hidden_size": dimensions.ffn_hidden_size(model),
-            "model.kv_channels": dimensions.kv_channels(model),
-            "model.num_query_groups": dimensions.num_query_groups(model),
-            "model.max_position_embeddings": model.max_position_embeddings if is_learned else None,
-        },
+    return replace(
+        model,
+        ffn_hidden_size=dimensions.ffn_hidden_size(model),
+        kv_channels=dimensions.kv_channels(model),
+        num_query_groups=dimensions.num_query_groups(model),
+        max_position_embeddings=model.max_position_embeddings if is_learned else None,
     )
 
 
-def check_amax_history(path: Path, saved: RunConfig, config: RunConfig) -> None:
+def check_amax_history(path: Path, before: PrecisionConfig, now: PrecisionConfig) -> None:
     """Raise if the amax history lengths differ. Only delayed scaling keeps an amax history."""
-    before, now = saved.precision, config.precision
     has_both = derived.is_stateful(before) and derived.is_stateful(now)
     if has_both and before.fp8_amax_history_len != now.fp8_amax_history_len:
         raise CheckpointError(
@@ -239,6 +237,7 @@ def check_optimizer(path: Path, saved: RunConfig, config: RunConfig, with_optimi
     names = saved.optimizer.optimizer, config.optimizer.optimizer
     rates = saved.optimizer.decoupled_lr, config.optimizer.decoupled_lr
     dtypes = derived.params_dtype(saved.precision), derived.params_dtype(config.precision)
+    have_flat_shards = all(has_flat_shards(each.optimizer, each.parallel) for each in (saved, config))
     if names[0] != names[1]:
         problem = f"has the state of --optimizer {names[0]}, but this run uses {names[1]}"
     elif None in rates and rates[0] != rates[1]:
@@ -246,7 +245,7 @@ def check_optimizer(path: Path, saved: RunConfig, config: RunConfig, with_optimi
             f"was saved {'without' if rates[0] is None else 'with'} --decoupled-lr, but this run is "
             f"{'without' if rates[1] is None else 'with'} it, and their parameter groups differ"
         )
-    elif not all(map(has_flat_shards, (saved, config))) and (dtypes[0] == "fp32") != (dtypes[1] == "fp32"):
+    elif not have_flat_shards and (dtypes[0] == "fp32") != (dtypes[1] == "fp32"):
         problem = (
             f"has {dtypes[0]} weights, but this run has {dtypes[1]}, and unless both have --use-distributed-optimizer "
             "their optimizer states are incompatible"
@@ -326,14 +325,11 @@ def number_formats(precision: PrecisionConfig) -> dict[str, Any]:
     return formats | {"fp8_saved_activations": sorted(set(precision.fp8_saved_activations))}
 
 
-def precision_map_changes(before: RunConfig, now: RunConfig) -> list[str]:
+def changed_linears(old: Mapping[str, LinearChoice], new: Mapping[str, LinearChoice]) -> list[str]:
     """Return the linears whose precision differs between two runs, as text.
 
-    The list is empty if neither run has a precision map. Linears that only one of the models has are not compared.
+    Linears that only one of the models has are not compared.
     """
-    if not (before.precision.precision_map or now.precision.precision_map):
-        return []
-    old, new = (precision_map.resolve(config.model, config.precision) for config in (before, now))
     changed: dict[str, list[str]] = {}
     for name in (name for name in old if name in new and old[name] != new[name]):
         changed.setdefault(f"{old[name]} -> {new[name]}", []).append(name)
@@ -344,7 +340,9 @@ def precision_map_changes(before: RunConfig, now: RunConfig) -> list[str]:
     return lines
 
 
-def check_number_formats(path: Path, config: RunConfig) -> tuple[str, ...]:
+def check_number_formats(
+    path: Path, model: ModelConfig, precision: PrecisionConfig, checkpoint: CheckpointConfig
+) -> tuple[str, ...]:
     """Raise if number formats differ from the checkpoint's, unless `--override-precision` is given.
 
     Returns:
@@ -354,16 +352,19 @@ def check_number_formats(path: Path, config: RunConfig) -> tuple[str, ...]:
         CheckpointError: they differ without `--override-precision`.
     """
     saved = read_config(path)
-    before, now = number_formats(saved.precision), number_formats(config.precision)
+    before, now = number_formats(saved.precision), number_formats(precision)
     # A setting that only one of the two has follows from another difference.
     lines = [
         f"precision.{name}: {before[name]} -> {now[name]}"
         for name in before
         if name in now and before[name] != now[name]
-    ] + precision_map_changes(saved, config)
+    ]
+    if saved.precision.precision_map or precision.precision_map:
+        choices = (precision_map.resolve(saved.model, saved.precision), precision_map.resolve(model, precision))
+        lines += changed_linears(*choices)
     if not lines:
         return ()
-    if config.checkpoint.override_precision:
+    if checkpoint.override_precision:
         return (f"training continues with a different precision ({'; '.join(lines)})",)
     raise CheckpointError(
         f"{path} was trained with a different precision (checkpoint -> this run):\n"

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
-from megafp8.config.schema import RunConfig
+from megafp8.config.schema import PrecisionConfig
 from megafp8.device.collective_errors import call_on_all_ranks
 
 KEY, LAYOUT_KEY = "gradient_residuals", "gradient_residual_places"
@@ -31,9 +31,8 @@ def sharded_residuals(residuals: Sequence[Tensor]) -> dict[str, ShardedTensor]:
     }
 
 
-def row_layout(config: RunConfig, residuals: Sequence[Tensor]) -> Optional[dict[str, Any]]:
+def row_layout(precision: PrecisionConfig, residuals: Sequence[Tensor]) -> Optional[dict[str, Any]]:
     """What the rows of all ranks belong to, as plain values; None without error feedback. Collective with it."""
-    precision = config.precision
     if not precision.grad_reduce_fp8_error_feedback:
         return None
     return {
@@ -42,13 +41,13 @@ def row_layout(config: RunConfig, residuals: Sequence[Tensor]) -> Optional[dict[
     }
 
 
-def state_to_save(config: RunConfig, residuals: Sequence[Tensor], is_written_later: bool) -> dict[str, Any]:
+def state_to_save(precision: PrecisionConfig, residuals: Sequence[Tensor], is_written_later: bool) -> dict[str, Any]:
     """The part of a checkpoint's state dictionary with the errors; empty without error feedback. Collective with it.
 
     Args:
         is_written_later: clone them, since the next forward-backward changes them.
     """
-    own = row_layout(config, residuals)
+    own = row_layout(precision, residuals)
     if own is None:
         return {}
     rows = [each.clone() for each in residuals] if is_written_later else residuals

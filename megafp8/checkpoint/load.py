@@ -35,7 +35,8 @@ from megafp8.checkpoint.metadata import (
 from megafp8.checkpoint.progress import Progress, TrainingState
 from megafp8.checkpoint.serialization import SafeLoadStrategy, SafeReader, read_boxes
 from megafp8.config import derived, settings
-from megafp8.config.schema import RunConfig
+from megafp8.config.optimizers import has_flat_shards
+from megafp8.config.schema import ModelConfig, PrecisionConfig, RunConfig
 from megafp8.device.collective_errors import call_on_all_ranks
 from megafp8.mcore.process_groups import gather_weights
 from megafp8.optimizer.data_parallel import runtime_of
@@ -76,7 +77,8 @@ def load_checkpoint(
     saved = settings.from_json(common["config"])
     with_optimizer = not (weights_only or config.checkpoint.no_load_optim)
     compatibility.check_settings(path, saved, config, with_optimizer)
-    is_exchanged = with_optimizer and optimizer_exchange.is_exchanged(saved, config)
+    before, now = (has_flat_shards(each.optimizer, each.parallel) for each in (saved, config))
+    is_exchanged = with_optimizer and before != now
     same_layout = tuple(common["layout"]) == state_dict.parallel_layout()
     with_rng = not (weights_only or config.checkpoint.no_load_rng or saved.checkpoint.no_save_rng) and same_layout
 
@@ -84,7 +86,8 @@ def load_checkpoint(
     model = state_dict.model_state(training_state.chunks)
     scale_note = ""
     if all(derived.is_stateful(each.precision) for each in (saved, config)):
-        scale_note = local_scales.request(model, common.get(local_scales.KEY), local_scales.group_sizes(config))
+        sizes = local_scales.group_sizes(config.precision)
+        scale_note = local_scales.request(model, common.get(local_scales.KEY), sizes)
     num_rows = embedding_rows(path)
     # Before the load, while the state still has the parameters as data.
     known = state_dict.known_vocab_rows(model, num_rows)
@@ -92,12 +95,10 @@ def load_checkpoint(
     if with_optimizer:
         state["optimizer"] = state_dict.optimizer_state(training_state, model, is_loading=True)
         if is_exchanged:
-            optimizer_exchange.request_saved_masters(state["optimizer"], saved, config)
+            optimizer_exchange.request_saved_masters(state["optimizer"], saved.precision, before)
     residuals = training_state.gradient_residuals
-    saved_row_layout, row_layout = (
-        common.get(gradient_residuals.LAYOUT_KEY),
-        gradient_residuals.row_layout(config, residuals),
-    )
+    saved_row_layout = common.get(gradient_residuals.LAYOUT_KEY)
+    row_layout = gradient_residuals.row_layout(config.precision, residuals)
     residual_note = gradient_residuals.note_on_load(saved_row_layout, row_layout, same_layout) if with_optimizer else ""
     if with_optimizer and row_layout is not None and not residual_note:
         state[gradient_residuals.KEY] = gradient_residuals.sharded_residuals(residuals)
@@ -136,7 +137,7 @@ def load_checkpoint(
     # Last, so that nothing after it draws from these states.
     if with_rng and same_device:
         state_dict.restore_rng_state(state["random_state"])
-    consumers = "" if same_device else random_consumers(config)
+    consumers = "" if same_device else random_consumers(config.model, config.precision)
     notes = key_notes + schedule_notes + load_notes(weights_only, with_optimizer, with_rng, same_layout, consumers)
     ema_note = weight_ema.note_on_load(training_state.weight_ema, is_mean_saved, loads_mean)
     notes += tuple(note for note in (residual_note, scale_note, ema_note) if note)
@@ -267,11 +268,10 @@ def restore_schedule(path: Path, training_state: TrainingState, saved: dict[str,
     return (f"the end of the schedule has moved, no rate before it: {'; '.join(changes.values())}",)
 
 
-def random_consumers(config: RunConfig) -> str:
+def random_consumers(model: ModelConfig, precision: PrecisionConfig) -> str:
     """Return what uses random numbers in the steps of a run, as text; empty if nothing does."""
-    has_dropout = config.model.attention_dropout > 0 or config.model.hidden_dropout > 0
-    has_noise = any(recipe.is_stochastic(vars(config.precision)) for recipe in derived.used_recipes(config.precision))
-    return " and ".join(["dropout"] * has_dropout + ["stochastic rounding"] * has_noise)
+    has_noise = any(recipe.is_stochastic(vars(precision)) for recipe in derived.used_recipes(precision))
+    return " and ".join(["dropout"] * derived.has_dropout(model) + ["stochastic rounding"] * has_noise)
 
 
 def load_notes(

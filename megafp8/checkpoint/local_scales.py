@@ -16,14 +16,13 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 
 from megafp8.checkpoint.metadata import is_extra_state
 from megafp8.config import derived
-from megafp8.config.schema import RunConfig
+from megafp8.config.schema import PrecisionConfig
 
 KEY, FLAG = "local_scales", "--tp-only-amax-red"
 
 
-def group_sizes(config: RunConfig) -> Optional[list[int]]:
+def group_sizes(precision: PrecisionConfig) -> Optional[list[int]]:
     """Numbers of ranks with scales of their own: data x context parallel, and those of an expert; None without them."""
-    precision = config.precision
     is_local = precision.tp_only_amax_red and derived.is_stateful(precision)
     if not is_local or parallel_state.get_data_parallel_world_size() == 1:
         return None

@@ -19,30 +19,25 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megafp8.config import derived
-from megafp8.config.optimizers import has_flat_shards
-from megafp8.config.schema import RunConfig
+from megafp8.config.schema import PrecisionConfig
 
 SHARDED, COMPLETE = "optimizer.state.param.", "optimizer.state.fp32_param."
 
 
-def is_exchanged(saved: RunConfig, config: RunConfig) -> bool:
-    """Return whether only one of two runs has the distributed optimizer."""
-    return has_flat_shards(saved) != has_flat_shards(config)
-
-
-def request_saved_masters(optimizer: dict[Any, Any], saved: RunConfig, config: RunConfig) -> None:
+def request_saved_masters(optimizer: dict[Any, Any], saved: PrecisionConfig, was_distributed: bool) -> None:
     """Let this run's master weights be loaded from those of an exchanged checkpoint, in place.
 
     Args:
         optimizer: sharded state of this run's optimizer, to be loaded.
         saved: settings of the checkpoint's run. In FP32 `load_converted` copies the weights.
+        was_distributed: it had the distributed optimizer.
     """
-    if derived.params_dtype(saved.precision) == "fp32":
+    if derived.params_dtype(saved) == "fp32":
         # The checkpoint has no masters: its weights are FP32 and are read as the weights.
         for values in sharded_weights(optimizer):
             del values["param"]
         return
-    own, theirs = (COMPLETE, SHARDED) if has_flat_shards(saved) else (SHARDED, COMPLETE)
+    own, theirs = (COMPLETE, SHARDED) if was_distributed else (SHARDED, COMPLETE)
     for leaf in nested_values(optimizer):
         if isinstance(leaf, (ShardedTensor, ShardedTensorFactory)) and leaf.key.startswith(own):
             # Only the keys differ: shapes and offsets are those of the weight, in both forms.

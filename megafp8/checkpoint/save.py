@@ -39,7 +39,7 @@ from megafp8.checkpoint.metadata import check_readable
 from megafp8.checkpoint.progress import Progress, TrainingState
 from megafp8.checkpoint.serialization import COMMON_FILE, check_shards
 from megafp8.checkpoint.writer import HashingWriter
-from megafp8.config.schema import RunConfig
+from megafp8.config.schema import ParallelConfig, RunConfig
 from megafp8.config.settings import to_json
 from megafp8.data.sample_hash import SampleHash
 from megafp8.device.collective_errors import (
@@ -291,15 +291,16 @@ def build_state_dict(
             run's.
     """
     # First: an overlapped gather may still be writing the weights.
-    finish_param_gather(config, training_state)
+    finish_param_gather(config.parallel, training_state)
     state = state_dict.model_state(training_state.chunks)
     model = dict(state)
-    if (scale_groups := local_scales.group_sizes(config)) is not None:
+    if (scale_groups := local_scales.group_sizes(config.precision)) is not None:
         local_scales.name_by_rank(model)
     if not config.checkpoint.no_save_optim:
         state["optimizer"] = state_dict.optimizer_state(training_state, model, is_loading=False)
         state["schedule"] = training_state.schedule.state_dict()
-        state |= gradient_residuals.state_to_save(config, training_state.gradient_residuals, is_written_later)
+        residuals = training_state.gradient_residuals
+        state |= gradient_residuals.state_to_save(config.precision, residuals, is_written_later)
     state |= weight_ema.sharded_means(training_state, model)
     if not config.checkpoint.no_save_rng:
         state["random_state"] = state_dict.sharded_rng_state()
@@ -357,7 +358,7 @@ def save_errors(folder: Path, step: int, is_divided: bool = False) -> Iterator[N
         raise CheckpointError(f"step {step} cannot be saved to {folder}: {error_text(error)}") from error
 
 
-def finish_param_gather(config: RunConfig, training_state: TrainingState) -> None:
+def finish_param_gather(parallel: ParallelConfig, training_state: TrainingState) -> None:
     """Complete overlapped parameter all-gathers after the last update."""
-    if config.parallel.overlap_param_gather:
+    if parallel.overlap_param_gather:
         gather_weights(training_state.chunks)

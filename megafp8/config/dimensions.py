@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from megafp8.config import derived
-from megafp8.config.schema import ModelConfig, RunConfig
+from megafp8.config.schema import DataConfig, ModelConfig, RunConfig
 from megafp8.errors import ConfigError
 from megafp8.utils.integers import round_up
 
@@ -67,7 +67,7 @@ def kv_projection_size(model: ModelConfig) -> int:
     return kv_channels(model) * num_query_groups(model)
 
 
-def vocabulary_size(config: RunConfig, tokenizer_size: int) -> int:
+def vocabulary_size(model: ModelConfig, data: DataConfig, tokenizer_size: int) -> int:
     """Size of the vocabulary before padding: `--vocab-size` if given, otherwise the tokenizer's.
 
     NullTokenizer adds its end-of-document id after the `--vocab-size` ids, as Megatron-LM's does.
@@ -75,8 +75,8 @@ def vocabulary_size(config: RunConfig, tokenizer_size: int) -> int:
     Raises:
         ConfigError: the tokenizer has more ids than `--vocab-size`.
     """
-    requested = config.model.vocab_size
-    if requested is None or config.data.tokenizer_type == "NullTokenizer":
+    requested = model.vocab_size
+    if requested is None or data.tokenizer_type == "NullTokenizer":
         return tokenizer_size
     if tokenizer_size > requested:
         raise ConfigError(

@@ -15,9 +15,8 @@ Their linears have the recipe of --fp8-format and --fp8-recipe (`precision_map.m
 
 from __future__ import annotations
 
-from megafp8.config import stages
 from megafp8.config.expert_layers import expert_layers, is_mixture
-from megafp8.config.schema import ModelConfig, RunConfig
+from megafp8.config.schema import ModelConfig
 
 PROJECTION = "eh_proj"
 """The linear that joins hidden states and embeddings: 2 x hidden size to hidden size."""
@@ -26,16 +25,6 @@ PROJECTION = "eh_proj"
 def num_depths(model: ModelConfig) -> int:
     """Modules of multi-token prediction; 0 without it."""
     return model.mtp_num_layers or 0
-
-
-def depths_on(config: RunConfig, stage: int) -> int:
-    """Modules of multi-token prediction on a pipeline stage: all on the last one."""
-    return num_depths(config.model) if stage == config.parallel.pipeline_model_parallel_size - 1 else 0
-
-
-def num_layers_with_mtp(config: RunConfig, stage: int) -> int:
-    """Transformer layers of a stage, with those of multi-token prediction."""
-    return stages.num_layers_on(config, stage) + depths_on(config, stage)
 
 
 def has_experts(model: ModelConfig) -> bool:

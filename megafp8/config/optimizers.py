@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from megafp8.config.schema import OptimizerConfig, RunConfig
+from megafp8.config.schema import OptimizerConfig, ParallelConfig
 
 Polynomial = tuple[float, float, float]
 """(a, b, c) of one step: X becomes a X + b (X X^T) X + c (X X^T)^2 X."""
@@ -55,19 +55,19 @@ IS_MATRIX = "is_muon"
 """Key of a parameter group, in checkpoints too: whether its weights are updated as matrices."""
 
 
-def updates_matrices(config: RunConfig) -> bool:
+def updates_matrices(optimizer: OptimizerConfig) -> bool:
     """Whether the optimizer updates matrices of the layers as a whole (Muon), and not number by number."""
-    return config.optimizer.optimizer == "muon"
+    return optimizer.optimizer == "muon"
 
 
-def is_layer_wise(config: RunConfig) -> bool:
+def is_layer_wise(optimizer: OptimizerConfig, parallel: ParallelConfig) -> bool:
     """Whether each data-parallel rank updates complete weights of its own: such with --use-distributed-optimizer."""
-    return updates_matrices(config) and bool(config.parallel.use_distributed_optimizer)
+    return updates_matrices(optimizer) and bool(parallel.use_distributed_optimizer)
 
 
-def has_flat_shards(config: RunConfig) -> bool:
+def has_flat_shards(optimizer: OptimizerConfig, parallel: ParallelConfig) -> bool:
     """Whether megatron-core's distributed optimizer shards the state in flat ranges, which cut matrices anywhere."""
-    return bool(config.parallel.use_distributed_optimizer) and not updates_matrices(config)
+    return bool(parallel.use_distributed_optimizer) and not updates_matrices(optimizer)
 
 
 def polynomials(optimizer: OptimizerConfig) -> tuple[Polynomial, ...]:

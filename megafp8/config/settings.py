@@ -285,6 +285,15 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
     return tree
 
 
+def changed_settings(config: RunConfig) -> dict[str, Any]:
+    """The settings of sections that differ from their defaults, by section as in `to_dict`."""
+    tree, changed = to_dict(config), dict[str, dict[str, Any]]()
+    for setting in all_settings():
+        if setting.section and value_of(config, setting.name) != setting.default:
+            changed.setdefault(setting.section, {})[setting.field] = tree[setting.section][setting.field]
+    return changed
+
+
 def _flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
     sections = section_names()
     flat: dict[str, Any] = {}

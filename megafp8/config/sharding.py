@@ -8,8 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from megafp8.config import topology
-from megafp8.config.schema import RunConfig
+from megafp8.config.run_sizes import RunSizes
 
 NAME, FLAG = "FSDP2", "--use-torch-fsdp2"
 """What shards weights, as messages name it."""
@@ -30,13 +29,12 @@ MESSAGE_BYTES = 6  # of a row's element, as codes and sums between replicas, for
 ROW_BYTES = 2  # of a parameter, in BF16 or FP16
 
 
-def num_shards(config: RunConfig, world_size: int) -> int:
+def num_shards(sizes: RunSizes) -> int:
     """Ranks over which state is sharded, if it is: those of a replica."""
-    ranks = topology.data_parallel_size(config, world_size, with_context_parallel=True)
-    return ranks // config.parallel.num_replicas
+    return sizes.replicas // sizes.parallel.num_replicas
 
 
-def shard(config: RunConfig, world_size: int, estimate: Any, layer_parameters: int) -> Any:
+def shard(sizes: RunSizes, estimate: Any, layer_parameters: int) -> Any:
     """Return an estimate (`MemoryEstimate`) with weights and gradients sharded; unchanged if they are not.
 
     Derived from the code of FSDP2, not measured.
@@ -45,12 +43,12 @@ def shard(config: RunConfig, world_size: int, estimate: Any, layer_parameters: i
         estimate: with complete weights and gradients, and sharded optimizer state.
         layer_parameters: those of its parameters that are in the linears of layers.
     """
-    parallel, precision = config.parallel, config.precision
+    parallel, precision = sizes.parallel, sizes.precision
     if not parallel.shards_weights:
         return estimate
-    assert config.model.num_layers is not None
-    ranks = num_shards(config, world_size)
-    layer = layer_parameters / config.model.num_layers / estimate.parameters
+    assert sizes.model.num_layers is not None
+    ranks = num_shards(sizes)
+    layer = layer_parameters / sizes.model.num_layers / estimate.parameters
     others = 1 - layer_parameters / estimate.parameters
     # Embedding, output layer and final norm are complete during forward and backward. Of the layers two are, the one
     # that computes and the next one, unless all are kept.

@@ -44,9 +44,8 @@ def virtual_pipeline_size(model: ModelConfig, parallel: ParallelConfig) -> Optio
     return chunks if chunks > 1 else None
 
 
-def microbatch_group_size(config: RunConfig) -> int:
+def microbatch_group_size(parallel: ParallelConfig) -> int:
     """Consecutive microbatches of a model chunk in the interleaved schedule."""
-    parallel = config.parallel
     return parallel.microbatch_group_size_per_virtual_pipeline_stage or parallel.pipeline_model_parallel_size
 
 
@@ -92,21 +91,6 @@ def stage_layers(config: RunConfig) -> Stages:
     return _stage_layers(config.model.num_layers, config.parallel)
 
 
-def layers_on(config: RunConfig, stage: int) -> tuple[int, ...]:
-    """Indices of the layers of one stage, over its chunks."""
-    return tuple(itertools.chain.from_iterable(stage_layers(config)[stage]))
-
-
-def num_layers_on(config: RunConfig, stage: int) -> int:
-    """Number of layers of one stage, over its chunks."""
-    return sum(map(len, stage_layers(config)[stage]))
-
-
-def is_even(config: RunConfig) -> bool:
-    """Whether all stages have as many layers."""
-    return len({sum(map(len, chunks)) for chunks in stage_layers(config)}) == 1
-
-
 def kinds_of_stages(config: RunConfig) -> dict[int, int]:
     """One stage of each kind, and the number of stages of its kind, in the order of the stages.
 
@@ -116,8 +100,8 @@ def kinds_of_stages(config: RunConfig) -> dict[int, int]:
     last = config.parallel.pipeline_model_parallel_size - 1
     first_of_size: dict[int, int] = {}
     counts = {0: 1}
-    for stage in range(1, last):
-        kind = first_of_size.setdefault(num_layers_on(config, stage), stage)
+    for stage, chunks in enumerate(stage_layers(config)[1:last], 1):
+        kind = first_of_size.setdefault(sum(map(len, chunks)), stage)
         counts[kind] = counts.get(kind, 0) + 1
     return counts | {last: 1}
 

@@ -205,7 +205,8 @@ def build_transformer_config(config: RunConfig, implementation: LayerBackend, on
     # Layers read this when they are built. Delayed scaling needs it for one update of its scales per step.
     fields["calculate_per_token_loss"] = True
     fields |= parsed_overrides(config.overrides, "transformer", TransformerConfig)
-    problems = unsafe_override_problems(fields) + fp4_weight_problems(config.overrides, fields, has_flat_shards(config))
+    has_shards = has_flat_shards(config.optimizer, config.parallel)
+    problems = unsafe_override_problems(fields) + fp4_weight_problems(config.overrides, fields, has_shards)
     if problems:
         raise ConfigError(problems)
     built: TransformerConfig = build_checked(config_class(config.model), fields)
@@ -440,7 +441,7 @@ def build_ddp_config(config: RunConfig) -> DistributedDataParallelConfig:
         "grad_reduce_in_fp32": derived.grad_dtype(precision) == "fp32",
         "overlap_grad_reduce": bool(parallel.overlap_grad_reduce),
         "overlap_param_gather": bool(parallel.overlap_param_gather),
-        "use_distributed_optimizer": has_flat_shards(config),
+        "use_distributed_optimizer": has_flat_shards(config.optimizer, config.parallel),
         "bucket_size": parallel.ddp_bucket_size,
         **ddp_fields(parallel),
         "fp8_param_gather": precision.fp8_param_gather,
@@ -459,7 +460,7 @@ def build_optimizer_config(config: RunConfig, implementation: LayerBackend) -> O
     has_fp8_weights = implementation.is_quantized_by_megatron and precision.fp8_param_gather
     fields = {
         # `optimizer.build` replaces the torch optimizer inside.
-        "optimizer": "adam" if updates_matrices(config) else optimizer.optimizer,
+        "optimizer": "adam" if updates_matrices(optimizer) else optimizer.optimizer,
         "lr": optimizer.lr,
         "min_lr": optimizer.min_lr,
         "decoupled_lr": optimizer.decoupled_lr,
@@ -478,7 +479,7 @@ def build_optimizer_config(config: RunConfig, implementation: LayerBackend) -> O
         "adam_eps": optimizer.adam_eps,
         "sgd_momentum": optimizer.sgd_momentum,
         "clip_grad": optimizer.clip_grad,
-        "use_distributed_optimizer": has_flat_shards(config),
+        "use_distributed_optimizer": has_flat_shards(config.optimizer, config.parallel),
         "overlap_param_gather": bool(parallel.overlap_param_gather),
         "log_num_zeros_in_grad": config.logging.log_num_zeros_in_grad,
         "fp8_recipe": precision.fp8_recipe if has_fp8_weights else None,

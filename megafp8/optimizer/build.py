@@ -34,14 +34,14 @@ def build(config: RunConfig, core_config: OptimizerConfig, chunks: Sequence[Any]
             optimizer.
         chunks: the model chunks with gradient buffers.
     """
-    if not updates_matrices(config):
+    if not updates_matrices(config.optimizer):
         overrides = mup_overrides(config.model, core_config)
         return get_megatron_optimizer(core_config, list(chunks), config_overrides=overrides)
     groups = {
         **get_standard_config_overrides(core_config),
         matrices(): {IS_MATRIX: True},
     }
-    ownerships = divide_weights(chunks) if is_layer_wise(config) else []
+    ownerships = divide_weights(chunks) if is_layer_wise(config.optimizer, config.parallel) else []
     with trainable_only(chunks, ownerships):
         optimizer = get_megatron_optimizer(core_config, list(chunks), config_overrides=groups)
     weights, settings = find_matrices(config.model, chunks), MuonSettings.from_config(config.optimizer)

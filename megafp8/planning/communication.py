@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
-from megafp8.config import derived, dimensions, iterations, latent_attention, mixture, topology
+from megafp8.config import derived, dimensions, latent_attention, mixture
 from megafp8.config.model_shapes import count_parameters
 from megafp8.config.optimizers import has_flat_shards
 from megafp8.planning.compute import BF16_BYTES, bytes_per_element
@@ -40,7 +40,7 @@ class RankGroup:
 
 def tensor_group(run: PlannedRun) -> RankGroup:
     """The tensor-parallel group."""
-    return RankGroup(run.tensor, 1)
+    return RankGroup(run.sizes.tensor, 1)
 
 
 def data_group(run: PlannedRun) -> RankGroup:
@@ -50,21 +50,20 @@ def data_group(run: PlannedRun) -> RankGroup:
     stands for both, that of the blocks where there is more than one.
     """
     is_apart = run.config.parallel.use_tp_pp_dp_mapping and run.data > 1
-    size = topology.data_parallel_size(run.config, run.world_size, with_context_parallel=True)
-    return RankGroup(size, run.tensor * (run.pipeline if is_apart else 1))
+    return RankGroup(run.sizes.replicas, run.sizes.tensor * (run.pipeline if is_apart else 1))
 
 
 def expert_data_group(run: PlannedRun) -> RankGroup:
     """The group that reduces gradients of experts: the ranks that have the same ones."""
     parallel = run.config.parallel
     stride = mixture.expert_tensor_size(parallel) * parallel.expert_model_parallel_size
-    return RankGroup(mixture.expert_data_size(run.config, run.world_size), stride)
+    return RankGroup(run.sizes.expert_replicas, stride)
 
 
 def pipeline_group(run: PlannedRun) -> RankGroup:
     """The pipeline-parallel group."""
     is_inner = run.config.parallel.use_tp_pp_dp_mapping
-    return RankGroup(run.pipeline, run.tensor * run.context * (1 if is_inner else run.data))
+    return RankGroup(run.pipeline, run.sizes.tensor * run.context * (1 if is_inner else run.data))
 
 
 def peak_bytes_per_s(run: PlannedRun, group: RankGroup) -> float:
@@ -159,7 +158,7 @@ def tensor_parallel_traffic(run: PlannedRun, recipe: str, has_experts: bool = Fa
     if has_experts and run.config.model.moe_shared_expert_intermediate_size is None:
         whole = tensor_parallel_traffic(run, recipe)
         return TensorParallelTraffic(*(each / 2 for each in astuple(whole)))
-    group, num_elements = tensor_group(run), run.tokens * run.hidden_size
+    group, num_elements = tensor_group(run), run.sizes.tokens * run.sizes.hidden_size
     reduce_s = ring_collective_s(run, group, BF16_BYTES * num_elements)
     num_sent = num_elements * (group.size - 1) / group.size
     if not run.config.parallel.sequence_parallel:
@@ -182,7 +181,7 @@ def context_parallel_traffic(run: PlannedRun) -> tuple[float, float, float]:
     exchanged in each direction. With a2a+p2p, the inner group exchanges, and keys and values travel around the ring of
     the outer one.
     """
-    model, group = run.config.model, RankGroup(run.context, run.tensor)
+    model, group = run.config.model, RankGroup(run.context, run.sizes.tensor)
     if group.size == 1:
         return 0.0, 0.0, 0.0
     query, kv = dimensions.query_projection_size(model), dimensions.kv_projection_size(model)
@@ -190,25 +189,26 @@ def context_parallel_traffic(run: PlannedRun) -> tuple[float, float, float]:
         query = kv = int(latent_attention.mean_channels(model))
     comm_type = dimensions.cp_exchange(run.config)
     if comm_type in ("p2p", "allgather"):
-        kv_bytes = BF16_BYTES * run.tokens * 2 * kv // run.tensor
+        kv_bytes = BF16_BYTES * run.sizes.tokens * 2 * kv // run.sizes.tensor
         ring_s = (group.size - 1) * send_s(run, group, kv_bytes)
         forward_s = ring_s if comm_type == "p2p" else ring_collective_s(run, group, group.size * kv_bytes)
         return forward_s, 2 * forward_s, 3 * (group.size - 1) * kv_bytes
     num_rings = 1
     if comm_type == "a2a+p2p":
         inner, num_rings = run.config.parallel.hierarchical_context_parallel_sizes
-        group = RankGroup(inner, run.tensor)
-    exchanged_bytes = BF16_BYTES * run.tokens * 2 * (query + kv) // run.tensor
+        group = RankGroup(inner, run.sizes.tensor)
+    exchanged_bytes = BF16_BYTES * run.sizes.tokens * 2 * (query + kv) // run.sizes.tensor
     forward_s = ring_collective_s(run, group, exchanged_bytes)
     num_bytes = 2 * exchanged_bytes * (group.size - 1) / group.size
-    ring, kv_bytes = RankGroup(num_rings, run.tensor * group.size), BF16_BYTES * run.tokens * 2 * kv // run.tensor
+    tensor = run.sizes.tensor
+    ring, kv_bytes = RankGroup(num_rings, tensor * group.size), BF16_BYTES * run.sizes.tokens * 2 * kv // tensor
     ring_s = (num_rings - 1) * send_s(run, ring, kv_bytes)
     return forward_s + ring_s, forward_s + 2 * ring_s, num_bytes + 3 * (num_rings - 1) * kv_bytes
 
 
 def pipeline_send_bytes(run: PlannedRun) -> int:
     """Bytes that a pipeline stage sends to the next one per microbatch and model chunk; backward returns as many."""
-    return BF16_BYTES * run.sharded_tokens * run.hidden_size
+    return BF16_BYTES * run.sharded_tokens * run.sizes.hidden_size
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ def reduced_bytes(run: PlannedRun, stage: int, quantizable: int, other: int, num
     if not precision.grad_reduce_in_fp8:
         return num_phases * (quantizable + other) * itemsize
     is_last = stage == config.parallel.pipeline_model_parallel_size - 1
-    output = count_parameters(config.model, run.padded_vocab).output_layer // run.tensor if is_last else 0
+    output = count_parameters(config.model, run.padded_vocab).output_layer // run.sizes.tensor if is_last else 0
     excludes_embeddings = any("embed" in name for name in precision.grad_reduce_fp8_exclude)
     quantized = quantizable + (min(output, other) if excludes_embeddings else other)
     of_code = 1 + 1 / GRADIENT_BLOCK + (num_phases - 1) * BF16_BYTES
@@ -293,13 +293,13 @@ def reduction_levels(
 
 def data_parallel_traffic(run: PlannedRun, stage: int) -> DataParallelTraffic:
     """The traffic of one rank of a pipeline stage."""
-    quantizable, other = parameters_on_stage(run.config, run.padded_vocab, stage)
-    experts = expert_parameters_on_stage(run.config, stage)
+    quantizable, other = parameters_on_stage(run.sizes, stage)
+    experts = expert_parameters_on_stage(run.sizes, stage)
     has_codes = run.config.precision.fp8_param_gather
     dense = _group_traffic(run, stage, data_group(run), quantizable - experts, other, has_codes)
     if not experts:
         return dense
-    has_codes &= not keeps_experts_in_bf16(run.config)
+    has_codes &= not keeps_experts_in_bf16(run.config.parallel)
     routed = _group_traffic(run, stage, expert_data_group(run), experts, 0, has_codes)
     return DataParallelTraffic(*(sum(each) for each in zip(astuple(dense), astuple(routed), strict=True)))
 
@@ -309,15 +309,15 @@ def _group_traffic(
 ) -> DataParallelTraffic:
     """The traffic of weights that a group shares: of linears, gathered as codes or not, and others."""
     config, parameters, parallel = run.config, quantizable + other, run.config.parallel
-    num_phases = 1 if has_flat_shards(config) or parallel.shards_weights else 2
+    num_phases = 1 if has_flat_shards(config.optimizer, config.parallel) or parallel.shards_weights else 2
     levels = reduction_levels(run, stage, group, quantizable, other, num_phases)
-    num_codes = quantizable * quantized_fraction(config, stage) if has_codes else 0.0
+    num_codes = quantizable * quantized_fraction(run.sizes, stage) if has_codes else 0.0
     parameter_bytes = BF16_BYTES * (parameters - num_codes) + bytes_per_element(run.recipe) * num_codes
     bucket_size = config.parallel.ddp_bucket_size or max(MIN_BUCKET_SIZE, BUCKET_SIZE_PER_RANK * group.size)
     num_buckets, num_microbatches = -(-parameters // bucket_size), 1
     if parallel.shards_weights:
         assert config.model.num_layers is not None
-        num_microbatches = iterations.num_microbatches(config, run.world_size)
+        num_microbatches = run.sizes.num_microbatches
         num_buckets = num_microbatches * (config.model.num_layers + 1)
         parameter_bytes *= num_microbatches * (1 if parallel.keeps_gathered else 2)
     elif not parallel.use_distributed_optimizer:

@@ -23,7 +23,7 @@ from megafp8.config.rules.precision import uses_op_fuser, uses_split_rope_kernel
 from megafp8.config.saved_activations import ACTIVATION, NORM, PACKED_BYTES
 from megafp8.planning.planned_run import PlannedRun, layer_gemms, layer_linears, output_layer_gemms
 from megafp8.recipes import registry
-from megafp8.resources.memory import has_fused_loss
+from megafp8.resources.memory import has_fused_loss, logit_elements
 from megafp8.resources.recipe_shares import BF16, output_layer_recipes
 
 TILE = 128
@@ -83,8 +83,8 @@ def layer_gemms_s(run: PlannedRun, recipe: str, kind: str, has_experts: bool = F
 
 def grad_output_rows(run: PlannedRun, linear: model_shapes.GemmDimensions) -> int:
     """Rows of grad_output on a rank: a shard for linear_proj and linear_fc2, whose output is reduce-scattered."""
-    is_shard = linear.rows == run.tokens or linear.name in latent_attention.DOWN_PROJECTIONS
-    return run.sharded_tokens if is_shard else run.tokens
+    is_shard = linear.rows == run.sizes.tokens or linear.name in latent_attention.DOWN_PROJECTIONS
+    return run.sharded_tokens if is_shard else run.sizes.tokens
 
 
 def gemm_flops_per_s(run: PlannedRun, recipe: str) -> float:
@@ -204,7 +204,7 @@ def recompute_s(run: PlannedRun, forward: LayerTime, num_layers: int, experts_s:
     if experts_s is not None:
         return seconds + (experts_s if "moe" in modules else 0.0)
     if "mlp" in modules:
-        weights = [linear.out_features * linear.in_features for linear in model_shapes.gemm_dimensions(run.config)]
+        weights = [linear.out_features * linear.in_features for linear in run.sizes.linears]
         fraction = sum(weights[-2:]) / sum(weights)
         seconds += fraction * (forward.fprop + forward.casts) + forward.activation
     return seconds
@@ -215,11 +215,11 @@ def attention_s(run: PlannedRun) -> float:
     model, calibration, seq = run.config.model, run.calibration, run.attended_tokens
     is_latent = latent_attention.is_latent(model)
     num_channels = latent_attention.mean_channels(model) if is_latent else dimensions.query_projection_size(model)
-    channels = num_channels / run.tensor
+    channels = num_channels / run.sizes.tensor
 
     def seconds(window: float) -> float:
         mean_keys = window - window * window / (2 * seq)
-        flops = 3 * 2 * 2 * channels * mean_keys * run.tokens
+        flops = 3 * 2 * 2 * channels * mean_keys * run.sizes.tokens
         fraction = calibration.attention_fraction * window / (window + calibration.attention_half_tokens)
         return flops / (run.gpu.peak.flops["bf16"] * fraction)
 
@@ -229,20 +229,20 @@ def attention_s(run: PlannedRun) -> float:
 
 def output_layer_s(run: PlannedRun) -> tuple[float, float, float]:
     """Seconds of the output layer's forward GEMM, its backward GEMMs, and the loss, for one microbatch."""
-    recipes = output_layer_recipes(run.config)
+    recipes = output_layer_recipes(run.config.model, run.config.precision)
     forward, dgrad, wgrad = (gemm_s(run, recipes[gemm.kind], *gemm.shape) for gemm in output_layer_gemms(run))
     # Transformer Engine's loss reads and writes the logits once each way. The others also keep an FP32 softmax.
     bytes_per_logit = 8 if has_fused_loss(run.config.precision) else 26
-    return forward, dgrad + wgrad, run.memory_s(bytes_per_logit * run.tokens * run.padded_vocab // run.tensor)
+    return forward, dgrad + wgrad, run.memory_s(bytes_per_logit * logit_elements(run.sizes))
 
 
 def output_layer_casts_s(run: PlannedRun) -> tuple[float, float]:
     """Seconds of quantizing the output layer's input (forward) and grad_output (backward) for one microbatch."""
-    recipes = output_layer_recipes(run.config)
-    num_grads = run.tokens * run.padded_vocab // run.tensor
+    recipes = output_layer_recipes(run.config.model, run.config.precision)
+    num_grads = logit_elements(run.sizes)
     # dgrad and wgrad read grad_output in different orientations. Each counts as half of a cast to both.
     backward_s = sum(cast_s(run, recipes[kind], num_grads / 2, 1 / 2) for kind in ("dgrad", "wgrad"))
-    return cast_s(run, recipes["fprop"], run.sharded_tokens * run.hidden_size, 1), backward_s
+    return cast_s(run, recipes["fprop"], run.sharded_tokens * run.sizes.hidden_size, 1), backward_s
 
 
 def _num_activations(run: PlannedRun, has_experts: bool) -> tuple[int, int, int]:
@@ -258,9 +258,9 @@ def _num_activations(run: PlannedRun, has_experts: bool) -> tuple[int, int, int]
         qkv_size = int(3 * latent_attention.mean_channels(model))
     width = (model.moe_shared_expert_intermediate_size or 0) if has_experts else dimensions.ffn_hidden_size(model)
     return (
-        run.sharded_tokens * run.hidden_size,
-        run.tokens * qkv_size // run.tensor,
-        run.tokens * width // run.tensor,
+        run.sharded_tokens * run.sizes.hidden_size,
+        run.sizes.tokens * qkv_size // run.sizes.tensor,
+        run.sizes.tokens * width // run.sizes.tensor,
     )
 
 

@@ -21,7 +21,9 @@ from megafp8.config.activations import is_gated
 from megafp8.config.data_phases import first_samples, parse_phases, schedule_marks
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.layer_backends import EMULATED, LayerBackend
+from megafp8.config.micro_batch_sizes import SIZE_SETTINGS, is_auto, possible_sizes, refused_sizes
 from megafp8.config.rules.paths import checkpoints_to_load_are_there
+from megafp8.config.run_sizes import run_sizes
 from megafp8.config.schema import RunConfig
 from megafp8.config.schema.io import BEST_FIT
 from megafp8.config.settings import all_settings, value_of, with_values
@@ -125,11 +127,11 @@ def describe_run(validated: ValidatedRun) -> DryRun:
 
     requested, world_size, automatic = validated.requested, validated.world_size, list[str]()
     is_verbose = requested.logging.verbose
-    if micro_batch.is_auto(requested):
+    if is_auto(requested.training):
         first, text = micro_batch_text(validated)
         validated, automatic = check_with_size(validated, first), [text if is_verbose else text.splitlines()[0]]
     config, target, implementation = validated.invocation.config, validated.target, validated.implementation
-    listed = with_values(config, {name: value_of(requested, name) for name in micro_batch.SIZE_SETTINGS})  # with `auto`
+    listed = with_values(config, {name: value_of(requested, name) for name in SIZE_SETTINGS})  # with `auto`
     has_transformer_engine = importlib.util.find_spec("transformer_engine") is not None
     # megatron-core's checks of experts ask for the version of Transformer Engine.
     asks_version = is_mixture(config.model) and not has_transformer_engine
@@ -156,7 +158,7 @@ def describe_run(validated: ValidatedRun) -> DryRun:
         *automatic,
         size_text(config, vocab_size, world_size, documents),
         *mixture_text(config, world_size),
-        *newton_schulz_lines(config, world_size),
+        *newton_schulz_lines(config, run_sizes(config, world_size, vocab_size)),
         memory_text(config, vocab_size, world_size, implementation, target, saved),
         speed_text(config, target, implementation, vocab_size, world_size, documents.length) if fits else NO_SPEED,
         data_text(config, documents),
@@ -186,7 +188,7 @@ def host_memory_verdict(
     """Whether the ranks of a run fit into the memory of this machine, which trains on its CPU."""
     from megafp8.device.platform import detect_platform
 
-    estimates = estimate_stages(config, world_size, vocab_size, implementation=implementation)
+    estimates = estimate_stages(run_sizes(config, world_size, vocab_size), implementation=implementation)
     needed, has = world_size * max(each.total_bytes for each in estimates), detect_platform().total_memory_bytes()
     if needed <= has:
         return MemoryVerdict(True, f"fits: {gib(needed)} of {gib(has)} GiB of this machine, estimated")
@@ -210,7 +212,7 @@ def vocabulary_size(config: RunConfig) -> int:
         if isinstance(error, DataError):
             raise DataError(f"{error}. A dry run for another machine does without it with --vocab-size") from error
         raise
-    return dimensions.vocabulary_size(config, tokenizer.vocab_size)
+    return dimensions.vocabulary_size(config.model, config.data, tokenizer.vocab_size)
 
 
 def settings_text(config: RunConfig, given: Collection[str]) -> str:
@@ -300,7 +302,7 @@ def micro_batch_text(validated: ValidatedRun) -> tuple[int, str]:
     target, implementation = validated.target, validated.implementation
     vocab_size = dimensions.padded_vocab_size(config, vocabulary_size(config))
     outside = non_torch_bytes(config, world_size) if target.kind == "cuda" else resident_bytes()
-    sizes = micro_batch.possible_sizes(config, world_size)
+    sizes = possible_sizes(config, world_size)
     predicted = micro_batch.predicted_bytes(config, sizes, world_size, vocab_size, implementation, outside)
     gpu, limit_gib = gpu_of(target), config.training.micro_batch_size_memory_limit
     memory_bytes = detect_platform().free_memory_bytes() if gpu is None else gpu.memory_bytes
@@ -309,7 +311,7 @@ def micro_batch_text(validated: ValidatedRun) -> tuple[int, str]:
     notes = dict.fromkeys(predicted, micro_batch.NOT_TRIED) | dict.fromkeys(candidates, "") | {first: "first"}
     trials = [micro_batch.Trial(size=size, predicted_bytes=each, note=notes[size]) for size, each in predicted.items()]
     head = f"micro-batch size: auto, to be tried below {gib(limit_bytes)} GiB a rank; what follows is for {first}"
-    return first, section(head, [*micro_batch.refused_sizes(config, world_size), micro_batch.table(trials)])
+    return first, section(head, [*refused_sizes(config, world_size), micro_batch.table(trials)])
 
 
 def memory_text(
@@ -325,14 +327,15 @@ def memory_text(
     Args:
         saved: settings of the checkpoint that the run resumes from, if any.
     """
-    estimates = estimate_stages(config, world_size, vocab_size, implementation=implementation)
+    sizes = run_sizes(config, world_size, vocab_size)
+    estimates = estimate_stages(sizes, implementation=implementation)
     lines = []
     for estimate in estimates:
         is_last = estimate.stage == config.parallel.pipeline_model_parallel_size - 1
         name = "first stage" if estimate.stage == 0 else "last stage" if is_last else f"stage {estimate.stage}"
         parts = ", ".join(f"{part} {gib(value)}" for part, value in estimate.parts().items())
         lines.append(f"{name}: {gib(estimate.total_bytes)} GiB ({parts})")
-    graph_bytes = max(cuda_graph_memory_bytes(config, each, implementation=implementation) for each in estimates)
+    graph_bytes = max(cuda_graph_memory_bytes(sizes, each, implementation=implementation) for each in estimates)
     if graph_bytes:
         lines.append(f"beside the graph: {gib(graph_bytes)} GiB more for statistics steps and validations")
     host = [checkpoint_memory(config, world_size, vocab_size, each, saved) for each in estimates]
@@ -442,7 +445,7 @@ def precision_text(config: RunConfig, implementation: LayerBackend) -> str:
     from megafp8.training.run_record import recipe_lines
 
     if config.logging.verbose:
-        return section("precision", [format_precision_map(resolve_precision_map(config))])
+        return section("precision", [format_precision_map(resolve_precision_map(config.model, config.precision))])
     first, *others = recipe_lines(config, implementation) or [f"precision: {derived.params_dtype(config.precision)}"]
     return section(first, shortened([line.strip() for line in others]))
 

@@ -8,17 +8,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megafp8.config import derived, iterations, mixture, model_shapes, rules
+from megafp8.config import derived, mixture, model_shapes, rules
 from megafp8.config.layer_backends import TRANSFORMER_ENGINE
+from megafp8.config.micro_batch_sizes import possible_sizes
 from megafp8.config.precision_map import GEMMS
 from megafp8.config.rules import cuda_graph
+from megafp8.config.run_sizes import run_sizes
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import settings_by_name, with_values
 from megafp8.planning.compute import cast_s, gemm_s, grad_output_rows
 from megafp8.planning.mixture_time import expert_warnings
 from megafp8.planning.planned_run import PlannedRun, layer_gemms, layer_linears
 from megafp8.planning.step_time import step_time
-from megafp8.resources import micro_batch
 from megafp8.resources.automatic import Values
 from megafp8.resources.memory import estimate_stages
 from megafp8.resources.micro_batch import gib
@@ -74,7 +75,7 @@ def linear_gains(run: PlannedRun) -> list[LinearGain]:
 
 def linear_casts_s(run: PlannedRun, recipe: str, linear: model_shapes.GemmDimensions) -> float:
     """Seconds of quantizing a linear's operands for one microbatch, with a share of the weight's cast."""
-    weight_share = 1 / iterations.num_microbatches(run.config, run.world_size)
+    weight_share = 1 / run.sizes.num_microbatches
     num_activations = linear.rows * linear.in_features + grad_output_rows(run, linear) * linear.out_features
     num_elements = num_activations + weight_share * linear.in_features * linear.out_features
     return cast_s(run, recipe, num_elements, 2 + weight_share)
@@ -150,7 +151,7 @@ def memory_verdict(run: PlannedRun) -> MemoryVerdict:
 
 def needed_bytes(run: PlannedRun, config: RunConfig) -> int:
     """Memory of the stage that needs the most, with what torch does not allocate; a CUDA graph's is not counted."""
-    estimates = estimate_stages(config, run.world_size, run.padded_vocab)
+    estimates = estimate_stages(run_sizes(config, run.world_size, run.padded_vocab))
     return max(each.total_bytes for each in estimates) + non_torch_bytes(config, run.world_size)
 
 
@@ -159,9 +160,10 @@ def suggestions(run: PlannedRun) -> Iterator[Values]:
     config = run.config
     size, is_recomputed = config.training.micro_batch_size, config.training.recompute_granularity is not None
     assert isinstance(size, int)
-    smaller = [each for each in micro_batch.possible_sizes(config, run.world_size) if each < size]
+    smaller = [each for each in possible_sizes(config, run.world_size) if each < size]
     sizes: list[Values] = [{}, *({MICRO: each} for each in reversed(smaller))]
-    recomputed: Sequence[Values] = [{}] if is_recomputed else recomputations(config)
-    moments: list[Values] = [{}] if config.optimizer.use_precision_aware_optimizer else [{}, low_moments(config)]
+    recomputed: Sequence[Values] = [{}] if is_recomputed else recomputations(config.model)
+    optimizer = config.optimizer
+    moments: list[Values] = [{}] if optimizer.use_precision_aware_optimizer else [{}, low_moments(optimizer)]
     for with_moments, with_recomputation, with_size in itertools.product(moments, recomputed, sizes):
         yield {**with_size, **with_recomputation, **with_moments}

@@ -16,6 +16,7 @@ from megafp8.config import derived, dimensions
 from megafp8.config.activations import is_gated
 from megafp8.config.checkpoint_size import FILES_PER_RANK, MAX_LAG_BYTES
 from megafp8.config.optimizers import updates_matrices
+from megafp8.config.run_sizes import run_sizes
 from megafp8.config.schema import RunConfig
 from megafp8.resources.memory import MemoryEstimate, updated_parameters
 from megafp8.resources.micro_batch import gib
@@ -44,14 +45,15 @@ def checkpoint_memory(
         saved: settings of the checkpoint that the run resumes from; None: one of the same layout.
     """
     weights_bytes = estimate.parameters * BYTES[derived.params_dtype(config.precision)]
-    experts = expert_parameters_on_stage(config, estimate.stage)
-    state_bytes = STATE_BYTES * updated_parameters(config, world_size, estimate.parameters, experts)
+    sizes = run_sizes(config, world_size, padded_vocab)
+    experts = expert_parameters_on_stage(sizes, estimate.stage)
+    state_bytes = STATE_BYTES * updated_parameters(sizes, estimate.parameters, experts)
     if config.checkpoint.no_save_optim:
         state_bytes = 0
-    elif updates_matrices(config):
+    elif updates_matrices(config.optimizer):
         state_bytes = estimate.optimizer_bytes
-    if config.checkpoint.no_save_optim or not updates_matrices(config):  # the estimate has the moving average
-        updated = updated_parameters(config, world_size, estimate.parameters, experts)
+    if config.checkpoint.no_save_optim or not updates_matrices(config.optimizer):  # the estimate has the moving average
+        updated = updated_parameters(sizes, estimate.parameters, experts)
         state_bytes += derived.ema_bytes(config.optimizer) * updated
     copied_bytes = state_bytes if config.optimizer.use_precision_aware_optimizer else 0
     copied_bytes += weights_bytes if config.precision.fp8_param_gather else 0

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from megafp8.config import derived, mixture, rules, stages
+from megafp8.config import derived, mixture, rules
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import value_of, with_values
 from megafp8.device import capability
@@ -133,14 +133,14 @@ class PlannedLayout:
     def name(self) -> str:
         """For example `TP 8 PP 4 VPP 5 DP 16, micro batch 1, full recompute`."""
         run, training = self.run, self.run.config.training
-        sizes = {"TP": run.tensor, "PP": run.pipeline, "VPP": run.chunks, "CP": run.context, "DP": run.data}
+        sizes = {"TP": run.sizes.tensor, "PP": run.pipeline, "VPP": run.chunks, "CP": run.context, "DP": run.data}
         if mixture.is_mixture(run.config.model):
             sizes["EP"] = run.config.parallel.expert_model_parallel_size
             sizes["ETP"] = mixture.expert_tensor_size(run.config.parallel)
         text = " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one GPU"
         text += f", micro batch {training.micro_batch_size}"
-        if not stages.is_even(run.config):
-            layers = [stages.num_layers_on(run.config, stage) for stage in stages.kinds_of_stages(run.config)]
+        if not run.sizes.is_even:
+            layers = [len(run.sizes.layers[stage]) for stage in run.sizes.stage_kinds]
             text += f", stages of {', '.join(map(str, layers))} layers"
         granularity = derived.recompute_granularity(training)
         if granularity == "full":
@@ -196,9 +196,9 @@ def find_layouts(
             config=chosen, gpu=gpu, world_size=world_size, padded_vocab=padded_vocab(chosen), calibration=calibration,
             document_length=document_length,
         )  # fmt: skip
-        estimates = estimate_stages(chosen, world_size, run.padded_vocab)
+        estimates = estimate_stages(run.sizes)
         memory = max(estimates, key=lambda estimate: estimate.total_bytes)
-        graph_bytes, other_bytes = cuda_graph_memory_bytes(chosen, memory), non_torch_bytes(chosen, world_size)
+        graph_bytes, other_bytes = cuda_graph_memory_bytes(run.sizes, memory), non_torch_bytes(chosen, world_size)
         sizes.append(memory.total_bytes + graph_bytes + other_bytes)
         if sizes[-1] <= gpu.memory_bytes * (1 - FREE_MEMORY_FRACTION):
             layouts.append(PlannedLayout(
@@ -242,7 +242,7 @@ def candidates(config: RunConfig, gpu: Gpu, world_size: int, given: Collection[s
     most_tokens = MAX_MIXTURE_TOKENS if is_routed else MAX_MICRO_BATCH_TOKENS
     micros = _choices(config, given, MICRO, _powers_of_two(min(MAX_MICRO_BATCH_SIZE, most_tokens // seq)))
     is_given = GRANULARITY in given or "training.recompute_activations" in given
-    recomputes = ({},) if is_given else recomputations(config)
+    recomputes = ({},) if is_given else recomputations(config.model)
     for tensor, context, pipeline in itertools.product(tensors, contexts, pipelines):
         if world_size % (tensor * context * pipeline):
             continue

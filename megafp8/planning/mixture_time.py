@@ -99,7 +99,7 @@ def expert_gemms(run: PlannedRun) -> list[LinearGemm]:
     rows = max(1, rows_per_rank(config) // mixture.experts_per_rank(config))
     width = mixture.moe_ffn_hidden_size(config.model) // mixture.expert_tensor_size(config.parallel)
     width_in = 2 * width if is_gated(config.model) else width
-    shapes = {"linear_fc1": (width_in, run.hidden_size), "linear_fc2": (run.hidden_size, width)}
+    shapes = {"linear_fc1": (width_in, run.sizes.hidden_size), "linear_fc2": (run.sizes.hidden_size, width)}
     return [gemm for name, shape in shapes.items() for gemm in linear_gemms(name, rows, *shape)]
 
 
@@ -162,7 +162,7 @@ class ExpertsTime:
 
 def experts_time(run: PlannedRun, recipe: str) -> ExpertsTime:
     """The experts of one layer whose linears have `recipe`; `bf16` in high precision."""
-    config, hidden = run.config, run.hidden_size
+    config, hidden = run.config, run.sizes.hidden_size
     rows, local = rows_per_rank(config), mixture.experts_per_rank(config)
     width = mixture.moe_ffn_hidden_size(config.model) // mixture.expert_tensor_size(config.parallel)
     num_outputs = 2 if is_gated(config.model) else 1
@@ -199,7 +199,7 @@ def exchange_s(run: PlannedRun) -> float:
     """Seconds of the exchange of one layer and microbatch in one direction: to the experts and back."""
     config = run.config
     splits, ranks = mixture.expert_tensor_size(config.parallel), config.parallel.expert_model_parallel_size
-    row_bytes = BF16_BYTES * run.hidden_size
+    row_bytes = BF16_BYTES * run.sizes.hidden_size
     if mixture.token_dispatcher(config) == "allgather":
         group = RankGroup(ranks * splits, 1)
         return 2 * ring_collective_s(run, group, row_bytes * run.sharded_tokens * group.size)
@@ -207,7 +207,7 @@ def exchange_s(run: PlannedRun) -> float:
         return 2 * all_to_all_s(run, RankGroup(ranks * splits, 1), row_bytes * flex_rows(config))
     rows = rows_per_rank(config)
     gather_s = ring_collective_s(run, RankGroup(splits, 1), row_bytes * rows)
-    sent_bytes = mean_bytes(config, BF16_BYTES) * run.hidden_size * rows / splits
+    sent_bytes = mean_bytes(config, BF16_BYTES) * run.sizes.hidden_size * rows / splits
     return 2 * (all_to_all_s(run, RankGroup(ranks, splits), sent_bytes) + gather_s)
 
 

@@ -7,9 +7,10 @@ router of a mixture is not counted. `resources/memory.py` has the bytes of Muon'
 
 from __future__ import annotations
 
-from megafp8.config import dimensions, mixture, model_shapes, multi_token, topology
+from megafp8.config import dimensions, mixture, model_shapes
 from megafp8.config.activations import is_gated
 from megafp8.config.optimizers import is_layer_wise, updates_matrices
+from megafp8.config.run_sizes import RunSizes
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 from megafp8.planning.planned_run import PlannedRun
@@ -54,12 +55,11 @@ def mlp_matrices(config: RunConfig, width: int) -> list[Shape]:
     return [((2 if is_gated(config.model) else 1) * width, hidden), (width, hidden)]
 
 
-def matrices_on_rank(config: RunConfig, stage: int) -> list[tuple[Shape, int, int]]:
+def matrices_on_rank(config: RunConfig, sizes: RunSizes, stage: int) -> list[tuple[Shape, int, int]]:
     """(shape, how many, tensor-parallel size) of the matrices on one rank of a stage; shapes are complete."""
     model, parallel = config.model, config.parallel
     attention, mlp = split_matrices(config)
-    num_layers = multi_token.num_layers_with_mtp(config, stage)
-    with_experts = expert_layers_on_stage(config, stage)
+    num_layers, with_experts = sizes.num_layers_on(stage), expert_layers_on_stage(sizes, stage)
     tensor = parallel.tensor_model_parallel_size
     found = [(shape, num_layers, tensor) for shape in attention]
     found += [(shape, max(0, num_layers - with_experts), tensor) for shape in mlp]
@@ -84,9 +84,10 @@ def matrix_flops(config: RunConfig, shape: Shape, ranks: int) -> float:
     return steps * (4.0 * small**2 * large + 2.0 * small**3)
 
 
-def newton_schulz_flops(config: RunConfig, stage: int) -> float:
+def newton_schulz_flops(config: RunConfig, sizes: RunSizes, stage: int) -> float:
     """FLOPs of Newton-Schulz for all matrices on a rank of a stage, whichever data-parallel rank computes them."""
-    return sum(count * matrix_flops(config, shape, ranks) for shape, count, ranks in matrices_on_rank(config, stage))
+    matrices = matrices_on_rank(config, sizes, stage)
+    return sum(count * matrix_flops(config, shape, ranks) for shape, count, ranks in matrices)
 
 
 def newton_schulz_s(run: PlannedRun, stage: int, num_shards: int) -> float:
@@ -101,20 +102,17 @@ def newton_schulz_s(run: PlannedRun, stage: int, num_shards: int) -> float:
     precision = config.optimizer.muon_fp32_matmul_prec
     bf16 = run.gpu.peak.flops["bf16"]
     peak = run.gpu.peak.flops.get(PEAKS[precision], bf16 * FRACTION_OF_BF16[precision])
-    num_matrices = sum(count for _, count, _ in matrices_on_rank(config, stage))
+    num_matrices = sum(count for _, count, _ in matrices_on_rank(config, run.sizes, stage))
     launches = num_matrices * config.optimizer.muon_num_ns_steps * PRODUCTS_PER_STEP
-    compute_s = newton_schulz_flops(config, stage) / (peak * calibration.bf16_gemm_fraction)
+    compute_s = newton_schulz_flops(config, run.sizes, stage) / (peak * calibration.bf16_gemm_fraction)
     return (compute_s + launches * calibration.gemm_start_s) / num_shards
 
 
-def newton_schulz_lines(config: RunConfig, world_size: int) -> list[str]:
+def newton_schulz_lines(config: RunConfig, sizes: RunSizes) -> list[str]:
     """What Muon computes on a rank of the first stage, for a dry run; none without Muon."""
-    if not updates_matrices(config):
+    if not updates_matrices(config.optimizer):
         return []
-    num_matrices = sum(count for _, count, _ in matrices_on_rank(config, 0))
-    ranks = topology.data_parallel_size(config, world_size, with_context_parallel=True)
-    each = f"divided by {ranks} ranks" if is_layer_wise(config) else "on each rank"
-    return [
-        f"muon: {num_matrices:,} matrices on the first stage, {newton_schulz_flops(config, 0) / 1e12:,.3f} TFLOP of "
-        f"Newton-Schulz a step, {each}"
-    ]
+    num_matrices = sum(count for _, count, _ in matrices_on_rank(config, sizes, 0))
+    each = f"divided by {sizes.replicas} ranks" if is_layer_wise(config.optimizer, config.parallel) else "on each rank"
+    tflop = newton_schulz_flops(config, sizes, 0) / 1e12
+    return [f"muon: {num_matrices:,} matrices on the first stage, {tflop:,.3f} TFLOP of Newton-Schulz a step, {each}"]

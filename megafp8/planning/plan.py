@@ -10,6 +10,7 @@ from typing import Any, Optional
 from megafp8.config import derived, dimensions, iterations
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.flags import ParsedArgs
+from megafp8.config.micro_batch_sizes import is_auto
 from megafp8.config.rules.base import batch_schedule
 from megafp8.config.rules.model import shape_is_given
 from megafp8.config.schema import RunConfig
@@ -22,7 +23,6 @@ from megafp8.planning.mixture_time import expert_warnings
 from megafp8.planning.planned_run import attention_lines, documents_of
 from megafp8.planning.step_time import StepTime
 from megafp8.recipes import registry
-from megafp8.resources.micro_batch import is_auto
 from megafp8.resources.savings import MICRO, TENSOR
 from megafp8.utils.integers import round_up
 
@@ -172,7 +172,7 @@ def make_plan(parsed: ParsedArgs, gpu: Gpu, world_size: int, scaling_counts: Seq
     def padded_vocab(candidate: RunConfig) -> int:
         return dimensions.padded_vocab_size(candidate, vocabulary_size(candidate) or 0)
 
-    given = parsed.given - {MICRO} if is_auto(config) else parsed.given
+    given = parsed.given - {MICRO} if is_auto(config.training) else parsed.given
     documents = documents_of(config, world_size)
 
     def search(num_gpus: int) -> LayoutSearch:

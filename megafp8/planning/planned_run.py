@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Optional
 
 from megafp8.config import derived, model_shapes, stages, topology
 from megafp8.config.data_phases import training_blends
 from megafp8.config.latent_attention import DOWN_PROJECTIONS
 from megafp8.config.precision_map import MLP_LINEARS, OUTPUT_LAYER
+from megafp8.config.run_sizes import RunSizes, run_sizes
 from megafp8.config.schema import RunConfig
 from megafp8.device.gpus import Gpu
 from megafp8.resources.recipe_shares import BF16
@@ -86,10 +88,10 @@ class PlannedRun:
     calibration: Calibration = CALIBRATION
     document_length: Optional[float] = None
 
-    @property
-    def tensor(self) -> int:
-        """Tensor-parallel size."""
-        return self.config.parallel.tensor_model_parallel_size
+    @cached_property
+    def sizes(self) -> RunSizes:
+        """What memory and time depend on."""
+        return run_sizes(self.config, self.world_size, self.padded_vocab)
 
     @property
     def context(self) -> int:
@@ -123,21 +125,9 @@ class PlannedRun:
         return self.config.data.seq_length if self.document_length is None else self.document_length
 
     @property
-    def hidden_size(self) -> int:
-        assert self.config.model.hidden_size is not None
-        return self.config.model.hidden_size
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of one microbatch on one context-parallel rank."""
-        seq, micro = self.config.data.seq_length, self.config.training.micro_batch_size
-        assert seq is not None and micro is not None
-        return seq * micro // self.context
-
-    @property
     def sharded_tokens(self) -> int:
         """Tokens of one microbatch on one rank outside of the linears: a shard with sequence parallelism."""
-        return self.tokens // (self.tensor if self.config.parallel.sequence_parallel else 1)
+        return self.sizes.tokens // (self.sizes.tensor if self.config.parallel.sequence_parallel else 1)
 
     def memory_s(self, num_bytes: float) -> float:
         """Seconds of reading or writing `num_bytes` of device memory."""
@@ -224,7 +214,7 @@ def layer_gemms(run: PlannedRun, has_experts: bool = False) -> list[LinearGemm]:
         gemm
         for linear in layer_linears(run.config, has_experts)
         for gemm in linear_gemms(
-            linear.name, linear.rows if linear.name in DOWN_PROJECTIONS else run.tokens, linear.out_features,
+            linear.name, linear.rows if linear.name in DOWN_PROJECTIONS else run.sizes.tokens, linear.out_features,
             linear.in_features,
         )
     ]  # fmt: skip
@@ -232,4 +222,4 @@ def layer_gemms(run: PlannedRun, has_experts: bool = False) -> list[LinearGemm]:
 
 def output_layer_gemms(run: PlannedRun) -> tuple[LinearGemm, LinearGemm, LinearGemm]:
     """The GEMMs of the output layer for one microbatch."""
-    return linear_gemms(OUTPUT_LAYER, run.tokens, run.padded_vocab // run.tensor, run.hidden_size)
+    return linear_gemms(OUTPUT_LAYER, run.sizes.tokens, run.padded_vocab // run.sizes.tensor, run.sizes.hidden_size)

@@ -187,7 +187,7 @@ def layout_data(layout: PlannedLayout) -> dict[str, Any]:
     run, step = layout.run, layout.step
     return {
         "name": layout.name,
-        "tensor": run.tensor, "pipeline": run.pipeline, "chunks": run.chunks, "context": run.context,
+        "tensor": run.sizes.tensor, "pipeline": run.pipeline, "chunks": run.chunks, "context": run.context,
         "data": run.data, "micro_batch_size": run.config.training.micro_batch_size,
         "tokens_per_s_per_gpu": step.tokens_per_s_per_gpu,
         "mfu_fraction": step.mfu_fraction,

@@ -52,16 +52,16 @@ from megafp8.resources.recipe_shares import (
 
 def optimizer_s(run: PlannedRun, stage: int) -> float:
     """Seconds of the optimizer's kernels on gradients, master weights and moments, and of Newton-Schulz."""
-    parameters = sum(parameters_on_stage(run.config, run.padded_vocab, stage))
+    parameters = sum(parameters_on_stage(run.sizes, stage))
     parallel = run.config.parallel
-    experts = expert_parameters_on_stage(run.config, stage)
+    experts = expert_parameters_on_stage(run.sizes, stage)
     num_shards = communication.data_group(run).size if parallel.shards_optimizer else 1
     on_shard = (parameters - experts) / num_shards
     if experts:
         on_shard += experts / (communication.expert_data_group(run).size if parallel.shards_optimizer else 1)
     full_bytes, shard_bytes = optimizer_bytes_per_parameter(run)
     moved_bytes = full_bytes * parameters / (num_shards if parallel.shards_weights else 1) + shard_bytes * on_shard
-    orthogonalization_s = newton_schulz_s(run, stage, num_shards) if updates_matrices(run.config) else 0.0
+    orthogonalization_s = newton_schulz_s(run, stage, num_shards) if updates_matrices(run.config.optimizer) else 0.0
     return moved_bytes / (run.gpu.hbm_bytes_per_s * run.calibration.optimizer_fraction) + orthogonalization_s
 
 
@@ -174,7 +174,7 @@ def step_time(run: PlannedRun) -> StepTime:
     layers = {size: layer_times(run, *size) for size in set(sizes.values())}
     times = {stage: stage_time(run, stage, layers[sizes[stage]]) for stage in counts}
     slowest = max(times, key=lambda stage: times[stage].seconds)
-    num_microbatches = iterations.num_microbatches(run.config, run.world_size)
+    num_microbatches = run.sizes.num_microbatches
     parts = {name: num_microbatches * seconds for name, seconds in times[slowest].parts.items()}
     all_stages_s = sum(count * times[stage].seconds for stage, count in counts.items())
     parts |= pipeline_parts(run, all_stages_s - times[slowest].seconds, num_microbatches)
@@ -224,16 +224,16 @@ def stage_time(run: PlannedRun, stage: int, layers: Optional[LayerTimes] = None)
 
 def layer_counts(run: PlannedRun, stage: int, gemms: tuple[str, ...]) -> dict[str, float]:
     """Number of layers of a stage per recipe, with those of multi-token prediction."""
-    num_layers = stages.num_layers_on(run.config, stage)
+    num_layers = len(run.sizes.layers[stage])
     if run.config.precision.precision_map:
-        counts = layers_by_recipe(run.config, stage, gemms)
+        counts = layers_by_recipe(run.sizes, stage, gemms)
     elif run.recipe == BF16:
         counts = {BF16: float(num_layers)}
     else:
-        num_quantized = num_layers * quantized_fraction(run.config, stage)
+        num_quantized = num_layers * quantized_fraction(run.sizes, stage)
         counts = {BF16: num_layers - num_quantized, run.recipe: num_quantized}
     recipe = multi_token_recipe(run)
-    return counts | {recipe: counts.get(recipe, 0.0) + multi_token.depths_on(run.config, stage)}
+    return counts | {recipe: counts.get(recipe, 0.0) + run.sizes.depths_on(stage)}
 
 
 def multi_token_recipe(run: PlannedRun) -> str:
@@ -243,7 +243,7 @@ def multi_token_recipe(run: PlannedRun) -> str:
 
 def layers_of_stage(run: PlannedRun, stage: int) -> tuple[int, int]:
     """Layers of a stage, and those of them with experts, both with those of multi-token prediction."""
-    return multi_token.num_layers_with_mtp(run.config, stage), expert_layers_on_stage(run.config, stage)
+    return run.sizes.num_layers_on(stage), expert_layers_on_stage(run.sizes, stage)
 
 
 def layer_times(run: PlannedRun, num_layers: int, num_expert_layers: int = 0) -> LayerTimes:
@@ -322,7 +322,7 @@ def recomputes_exchange(run: PlannedRun) -> bool:
 
 def add_embedding(run: PlannedRun, stage: StageTime) -> None:
     """Add the embedding lookup, its gradient, and the all-reduce over vocabulary shards."""
-    num_elements = run.tokens * run.hidden_size
+    num_elements = run.sizes.tokens * run.sizes.hidden_size
     reduce_s = communication.ring_collective_s(run, communication.tensor_group(run), compute.BF16_BYTES * num_elements)
     stage.add("norms, activation, rotary", *2 * (run.memory_s(2 * compute.BF16_BYTES * num_elements),))
     stage.add("tensor parallel", reduce_s, reduce_s)
@@ -336,8 +336,8 @@ def add_output_layer(run: PlannedRun, stage: StageTime) -> None:
     stage.add("loss", loss_s / 2, loss_s / 2)
     # The input is gathered in the forward pass, as codes if it is quantized. In the backward pass this gather overlaps
     # with dgrad, and the reduction with wgrad.
-    group, num_elements = communication.tensor_group(run), run.tokens * run.hidden_size
-    input_bytes = compute.bytes_per_element(output_layer_recipes(run.config)["fprop"])
+    group, num_elements = communication.tensor_group(run), run.sizes.tokens * run.sizes.hidden_size
+    input_bytes = compute.bytes_per_element(output_layer_recipes(run.config.model, run.config.precision)["fprop"])
     gather_s, reduce_s = (
         communication.ring_collective_s(run, group, each * num_elements) for each in (input_bytes, compute.BF16_BYTES)
     )
@@ -346,8 +346,8 @@ def add_output_layer(run: PlannedRun, stage: StageTime) -> None:
 
 def add_multi_token(run: PlannedRun, stage: StageTime) -> None:
     """Add what the modules of multi-token prediction have besides a layer: projection, embedding and output layer."""
-    recipe, tokens, hidden = multi_token_recipe(run), run.tokens, run.hidden_size
-    outputs = hidden // run.tensor
+    recipe, tokens, hidden = multi_token_recipe(run), run.sizes.tokens, run.sizes.hidden_size
+    outputs = hidden // run.sizes.tensor
     for _ in range(multi_token.num_depths(run.config.model)):
         add_embedding(run, stage)
         add_output_layer(run, stage)
@@ -355,7 +355,7 @@ def add_multi_token(run: PlannedRun, stage: StageTime) -> None:
         dgrad_s = compute.gemm_s(run, recipe, tokens, 2 * hidden, outputs)
         wgrad_s = compute.gemm_s(run, recipe, outputs, 2 * hidden, tokens)
         stage.add("linears", forward_s, dgrad_s + wgrad_s)
-        num_elements = run.tokens * hidden
+        num_elements = run.sizes.tokens * hidden
         stage.add(
             "casts", compute.cast_s(run, recipe, 2 * num_elements, 1), compute.cast_s(run, recipe, num_elements, 1)
         )
@@ -389,7 +389,7 @@ def exposed_data_parallel_s(run: PlannedRun, time: StageTime, stage: int) -> flo
     traffic, parallel = communication.data_parallel_traffic(run, stage), run.config.parallel
     reduce_s, gather_s = traffic.reduce_s, traffic.gather_s
     if parallel.shards_weights:
-        step_s = time.seconds * iterations.num_microbatches(run.config, run.world_size)
+        step_s = time.seconds * run.sizes.num_microbatches
         total_s = reduce_s + gather_s
         return max(total_s / traffic.num_buckets, exposed_s(total_s, step_s))
     if parallel.overlap_grad_reduce:
@@ -401,16 +401,16 @@ def exposed_data_parallel_s(run: PlannedRun, time: StageTime, stage: int) -> flo
 
 def weight_casts_s(run: PlannedRun, stage: int) -> float:
     """Seconds of quantizing the linears' weights, once per step."""
-    quantizable, _ = parameters_on_stage(run.config, run.padded_vocab, stage)
+    quantizable, _ = parameters_on_stage(run.sizes, stage)
     num_elements = float(quantizable)
     if run.config.precision.fp8_param_gather:
         # FP8 parameters only need the transposed codes: the optimizer writes the codes.
-        in_bf16 = expert_parameters_on_stage(run.config, stage) if keeps_experts_in_bf16(run.config) else 0
+        in_bf16 = expert_parameters_on_stage(run.sizes, stage) if keeps_experts_in_bf16(run.config.parallel) else 0
         num_elements = (num_elements + in_bf16) / 2
-    num_elements /= max(1, multi_token.num_layers_with_mtp(run.config, stage))
+    num_elements /= max(1, run.sizes.num_layers_on(stage))
     counts = layer_counts(run, stage, FORWARD_GEMMS)
     num_layers, num_expert_layers = layers_of_stage(run, stage)
-    num_tensors = float(len(model_shapes.gemm_dimensions(run.config)))
+    num_tensors = float(len(run.sizes.linears))
     if num_expert_layers:
         num_experts = 1 if is_one_launch(run.config) else mixture.experts_per_rank(run.config)
         num_tensors += 2 * num_experts * num_expert_layers / num_layers
@@ -419,21 +419,22 @@ def weight_casts_s(run: PlannedRun, stage: int) -> float:
     )
     if stage < run.pipeline - 1:
         return layers_s
-    output_size = run.padded_vocab // run.tensor * run.hidden_size
-    return layers_s + compute.cast_s(run, output_layer_recipes(run.config)["fprop"], output_size, 1)
+    output_size = run.padded_vocab // run.sizes.tensor * run.sizes.hidden_size
+    recipe = output_layer_recipes(run.config.model, run.config.precision)["fprop"]
+    return layers_s + compute.cast_s(run, recipe, output_size, 1)
 
 
 def bytes_by_group(run: PlannedRun) -> dict[str, float]:
     """Bytes that a rank of the first pipeline stage sends in one step, by process group."""
-    num_microbatches = iterations.num_microbatches(run.config, run.world_size)
-    num_layer_passes = multi_token.num_layers_with_mtp(run.config, 0) * num_microbatches
+    num_microbatches = run.sizes.num_microbatches
+    num_layer_passes = run.sizes.num_layers_on(0) * num_microbatches
     num_layers, num_expert_layers = layers_of_stage(run, 0)
     traffic = [
         count * num_microbatches * communication.tensor_parallel_traffic(run, run.recipe, has_experts).bytes
         for count, has_experts in ((num_layers - num_expert_layers, False), (num_expert_layers, True)) if count
     ]  # fmt: skip
     # The first layers are often dense, so the stage with the most experts counts.
-    most_expert_layers = max(expert_layers_on_stage(run.config, stage) for stage in stages.kinds_of_stages(run.config))
+    most_expert_layers = max(expert_layers_on_stage(run.sizes, stage) for stage in run.sizes.stage_kinds)
     _, _, ring_bytes = communication.context_parallel_traffic(run)
     data = communication.data_parallel_traffic(run, 0)
     sent = {

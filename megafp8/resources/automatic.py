@@ -42,7 +42,8 @@ from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.mixture import PEER, token_dispatcher
 from megafp8.config.optimizers import has_flat_shards
 from megafp8.config.rules.cuda_graph import default_graph_problems, evaluation_graph_problems
-from megafp8.config.schema import RunConfig
+from megafp8.config.run_sizes import run_sizes
+from megafp8.config.schema import PrecisionConfig, RunConfig
 from megafp8.config.schema.setting import Role
 from megafp8.config.settings import settings_by_name, settings_with, value_of, with_values
 from megafp8.device import capability, nccl_buffers
@@ -167,7 +168,7 @@ def _performance(
     if not _has_te_layers(config, target):
         return {}, [Choice("--performance", "max", "adds nothing: needs Transformer Engine's layers")]
     added, choices = Values(), list[Choice]()
-    for values, choice in (_output_layer(config), _bf16_moments(config, saved_config, given)):
+    for values, choice in (_output_layer(config.precision), _bf16_moments(config, saved_config, given)):
         if problem := _new_problem(config, added | values, target, world_size):
             choices.append(choice._replace(value="off", reason=REMOVAL.sub("", problem)))
         else:
@@ -177,11 +178,11 @@ def _performance(
     return added, choices
 
 
-def _output_layer(config: RunConfig) -> tuple[Values, Choice]:
+def _output_layer(precision: PrecisionConfig) -> tuple[Values, Choice]:
     """In FP8, unless a map names the output layer."""
-    name = derived.quantization_recipe(config.precision)
+    name = derived.quantization_recipe(precision)
     recipe = registry.get(name).output_layer_recipe if name is not None else None
-    entries = precision_map.entries(config.precision)
+    entries = precision_map.entries(precision)
     mapped = (each for each in entries if precision_map.matches_pattern(precision_map.OUTPUT_LAYER, each.pattern))
     if recipe is None:
         reason = "layers are not in FP8" if name is None else f"{name} has no recipe for the output layer"
@@ -190,7 +191,7 @@ def _output_layer(config: RunConfig) -> tuple[Values, Choice]:
         reason = f"the precision map has {entry.pattern}"
         return {}, Choice(f"--precision {precision_map.OUTPUT_LAYER}", "as given", reason)
     text = f"{precision_map.OUTPUT_LAYER}={recipe}"
-    values = {"precision.precision_map": (*config.precision.precision_map, text)}
+    values = {"precision.precision_map": (*precision.precision_map, text)}
     return values, Choice("--precision", text, "--performance max")
 
 
@@ -252,7 +253,8 @@ def _overlap(config: RunConfig, target: Target, world_size: int) -> tuple[Values
     reduces = helps if parallel.overlap_grad_reduce is None else parallel.overlap_grad_reduce
     gathers = parallel.overlap_param_gather
     if gathers is None:
-        gathers = helps and reduces and has_flat_shards(config)  # only beside buckets whose reduction overlaps
+        # Only beside buckets whose reduction overlaps.
+        gathers = helps and reduces and has_flat_shards(config.optimizer, parallel)
     values: Values = {"parallel.overlap_grad_reduce": reduces, "parallel.overlap_param_gather": gathers}
     chosen = (name for name, value in values.items() if value and value_of(config, name) is None)
     reason = f"{replicas} ranks share gradients"
@@ -364,11 +366,12 @@ def _memory_shortage(config: RunConfig, target: Target, world_size: int, impleme
     if gpu is None or rules.setting_problems(config, world_size):
         return ""
     vocab_size = dimensions.padded_vocab_size(config, config.model.vocab_size or 1)
-    stages = estimate_stages(config, world_size, vocab_size, implementation=implementation)
+    sizes = run_sizes(config, world_size, vocab_size)
+    stages = estimate_stages(sizes, implementation=implementation)
     estimate = max(stages, key=lambda each: each.total_bytes)
     room = MIXTURE_GRAPH_ROOM if is_mixture(config.model) else GRAPH_ROOM
     fragments_bytes = int(room * estimate.total_bytes)
-    eager_bytes = cuda_graph_memory_bytes(config, estimate, implementation=implementation)
+    eager_bytes = cuda_graph_memory_bytes(sizes, estimate, implementation=implementation)
     limit_bytes = int(gpu.memory_bytes * (1 - FREE_MEMORY_FRACTION))
     free_bytes = limit_bytes - estimate.total_bytes - non_torch_bytes(config, world_size)
     if fragments_bytes + eager_bytes <= free_bytes:

@@ -1,4 +1,4 @@
-"""The policy of `--micro-batch-size auto`: legal sizes, the order in which they are tried, and which one is taken.
+"""The policy of `--micro-batch-size auto`: the order in which sizes are tried, and which one is taken.
 
 The search first finds the largest size that fits. It starts with the largest one that is predicted to fit, and doubles
 or halves it (or takes the next divisor) until both a size that fits and one that does not are known. Between them it
@@ -12,14 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Optional
 
-from megafp8.config import iterations, rules, topology
 from megafp8.config.layer_backends import LayerBackend
-from megafp8.config.schema import AUTO, RunConfig
-from megafp8.config.settings import with_values
-from megafp8.errors import ConfigError
+from megafp8.config.micro_batch_sizes import with_size
+from megafp8.config.run_sizes import run_sizes
+from megafp8.config.schema import RunConfig
 from megafp8.resources.memory import estimate_stages
 
-SIZE_SETTINGS = tuple(f"training.micro_batch_size{end}" for end in ("", "_memory_limit", "_max"))
 MAX_PREDICTED_RATIO = 1.5
 """Sizes with a prediction above this multiple of the limit are not tried. Predictions were within a quarter of measured
 peaks."""
@@ -63,7 +61,8 @@ def predicted_bytes(
     """
     found = {}
     for size in sizes:
-        estimates = estimate_stages(with_size(config, size), world_size, padded_vocab, implementation=implementation)
+        sizes_of_run = run_sizes(with_size(config, size), world_size, padded_vocab)
+        estimates = estimate_stages(sizes_of_run, implementation=implementation)
         found[size] = outside_bytes + max(estimate.total_bytes for estimate in estimates)
     return found
 
@@ -131,69 +130,3 @@ def table_row(trial: Trial) -> str:
 def gib(num_bytes: int) -> str:
     """Bytes in GiB, as text."""
     return f"{num_bytes / 2**30:.2f}"
-
-
-def is_auto(config: RunConfig) -> bool:
-    """Whether the micro batch size is `auto`."""
-    return config.training.micro_batch_size == AUTO
-
-
-def with_size(config: RunConfig, size: int) -> RunConfig:
-    """The configuration as if its command line had given this size."""
-    return with_values(config, {**dict.fromkeys(SIZE_SETTINGS), "training.micro_batch_size": size})
-
-
-def with_constant_batch(config: RunConfig, batch_size: int) -> RunConfig:
-    """The configuration with one global batch size and without a batch schedule."""
-    values = {
-        "training.global_batch_size": batch_size,
-        "training.rampup_batch_size": (),
-        "training.step_batch_size_schedule": (),
-    }
-    return with_values(config, values)
-
-
-def last_batch_size(config: RunConfig) -> Optional[int]:
-    """The global batch size of most steps, which does not depend on the ranks with `auto`; None if it is not given."""
-    training = config.training
-    if not training.step_batch_size_schedule:
-        return training.global_batch_size
-    try:
-        return iterations.batch_schedule(config, topology.model_parallel_size(config)).last_batch_size
-    except ConfigError:
-        return None
-
-
-def possible_sizes(config: RunConfig, world_size: int) -> list[int]:
-    """Sizes that divide the global batch of a rank and violate no rule, ascending."""
-    return [size for size, problems in _problems_by_size(config, world_size).items() if not problems]
-
-
-def refused_sizes(config: RunConfig, world_size: int) -> list[str]:
-    """One line for each size that divides the global batch but violates rules, with these rules."""
-    return [
-        f"{size} is skipped: {'; '.join(problems)}"
-        for size, problems in _problems_by_size(config, world_size).items() if problems
-    ]  # fmt: skip
-
-
-def _problems_by_size(config: RunConfig, world_size: int) -> dict[int, list[str]]:
-    batch = last_batch_size(config)
-    try:
-        ranks = topology.data_parallel_size(config, world_size)
-    except ConfigError:
-        return {}
-    if batch is None or batch < 1 or batch % ranks:
-        return {}
-    rank_batch = batch // ranks
-    largest = min(rank_batch, config.training.micro_batch_size_max or rank_batch)
-    divisors = (size for size in range(1, largest + 1) if rank_batch % size == 0)
-    return {size: rules.setting_problems(with_size(config, size), world_size) for size in divisors}
-
-
-def setting_problems(config: RunConfig, world_size: int) -> list[str]:
-    """Problems of the settings. With `auto` and no possible size, these include the problems of size 1."""
-    problems = rules.setting_problems(config, world_size)
-    if is_auto(config) and not problems and not possible_sizes(config, world_size):
-        problems = rules.setting_problems(with_size(config, 1), world_size)
-    return problems

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megafp8.config import derived, dimensions, mixture, model_shapes, multi_token, stages, topology
-from megafp8.config.fused_adam import fused_adam_problem
-from megafp8.config.schema import RunConfig
+from megafp8.config import derived, dimensions, mixture, model_shapes, multi_token, topology
+from megafp8.config.run_sizes import RunSizes
+from megafp8.config.schema import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 
 # ---- Device memory of a process besides what torch allocates --------------------------------------------------------
 
@@ -48,9 +48,8 @@ SCALED = ("fp16", "fp8")
 """Dtypes whose tensors have a scale."""
 
 
-def state_bytes(config: RunConfig) -> tuple[int, int, int]:
+def state_bytes(optimizer: OptimizerConfig, precision: PrecisionConfig) -> tuple[int, int, int]:
     """Bytes for each parameter of master weights, of moments, and of FP32 copies of low-precision gradients."""
-    optimizer, precision = config.optimizer, config.precision
     params_dtype = derived.params_dtype(precision)
     if optimizer.use_precision_aware_optimizer:
         is_remainder = params_dtype == "bf16" and not precision.fp8_param_gather  # the 16 bits that BF16 weights lack
@@ -61,10 +60,10 @@ def state_bytes(config: RunConfig) -> tuple[int, int, int]:
     return master, moments, 0 if derived.grad_dtype(precision) == "fp32" else BYTES["fp32"]
 
 
-def update_bytes(config: RunConfig) -> int:
+def update_bytes(sizes: RunSizes) -> int:
     """Bytes for each parameter of the FP32 copies that an update makes of its state."""
-    optimizer = config.optimizer
-    if not optimizer.use_precision_aware_optimizer or fused_adam_problem(config) is None:
+    optimizer = sizes.optimizer
+    if not optimizer.use_precision_aware_optimizer or sizes.has_one_pass_update:
         return 0
     dtypes = (optimizer.main_params_dtype, optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype)
     return BYTES["fp32"] * sum(dtype in SCALED for dtype in dtypes)
@@ -73,49 +72,45 @@ def update_bytes(config: RunConfig) -> int:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def expert_layers_on_stage(config: RunConfig, stage: int) -> int:
+def expert_layers_on_stage(sizes: RunSizes, stage: int) -> int:
     """Layers with experts on a pipeline stage, with those of multi-token prediction."""
-    if not mixture.is_mixture(config.model):
+    if not mixture.is_mixture(sizes.model):
         return 0
-    has_experts = mixture.expert_layers(config.model)
-    depths = multi_token.depths_on(config, stage) if multi_token.has_experts(config.model) else 0
-    return sum(has_experts[layer] for layer in stages.layers_on(config, stage)) + depths
+    has_experts = mixture.expert_layers(sizes.model)
+    depths = sizes.depths_on(stage) if multi_token.has_experts(sizes.model) else 0
+    return sum(has_experts[layer] for layer in sizes.layers[stage]) + depths
 
 
-def expert_parameters_on_stage(config: RunConfig, stage: int) -> int:
+def expert_parameters_on_stage(sizes: RunSizes, stage: int) -> int:
     """Parameters of the routed experts on one rank of a stage."""
-    if not mixture.is_mixture(config.model):
+    if not mixture.is_mixture(sizes.model):
         return 0
-    ranks = config.parallel.expert_model_parallel_size * mixture.expert_tensor_size(config.parallel)
-    per_layer = model_shapes.count_parameters(config.model, 0).experts_per_layer
-    return expert_layers_on_stage(config, stage) * per_layer // ranks
+    ranks = sizes.parallel.expert_model_parallel_size * mixture.expert_tensor_size(sizes.parallel)
+    per_layer = model_shapes.count_parameters(sizes.model, 0).experts_per_layer
+    return expert_layers_on_stage(sizes, stage) * per_layer // ranks
 
 
-def keeps_experts_in_bf16(config: RunConfig) -> bool:
+def keeps_experts_in_bf16(parallel: ParallelConfig) -> bool:
     """Whether the experts' weights stay in BF16 with `--fp8-param-gather`: where all of them run in one launch."""
-    return config.parallel.moe_expert_kernels == "triton"
+    return parallel.moe_expert_kernels == "triton"
 
 
-def mlp_channels(config: RunConfig, tokens: int, residual: int) -> tuple[int, int]:
+def mlp_channels(sizes: RunSizes) -> tuple[int, int]:
     """Elements in the MLP of a layer on one rank, mean over the layers, and permuted elements of experts' inputs.
 
     The load of the experts counts as balanced, but for the room that the dispatcher `peer` has. A rank with more tokens
     needs more.
-
-    Args:
-        tokens: of a microbatch on a context-parallel rank.
-        residual: elements of the residual stream of a microbatch on one rank.
     """
-    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    model, tokens, tp = sizes.model, sizes.tokens, sizes.tensor
     dense = tokens * dimensions.ffn_hidden_size(model) // tp
     if not mixture.is_mixture(model):
         return dense, 0
     assert model.num_layers is not None
     fraction = mixture.num_expert_layers(model) / model.num_layers
     # A rank never needs room for more rows than all ranks have together.
-    is_peer = mixture.token_dispatcher(config) == mixture.PEER
-    room = min(mixture.PEER_ROOM * UNEVEN_LOAD, config.parallel.expert_model_parallel_size) if is_peer else 1.0
+    ranks = sizes.parallel.expert_model_parallel_size
+    room = min(mixture.PEER_ROOM * UNEVEN_LOAD, ranks) if sizes.uses_peers else 1.0
     widths = room * model.moe_router_topk * mixture.moe_ffn_hidden_size(model)
     widths += model.moe_shared_expert_intermediate_size or 0
     elements = (1 - fraction) * dense + fraction * tokens * widths // tp
-    return int(elements), int(fraction * room * model.moe_router_topk * residual)
+    return int(elements), int(fraction * room * model.moe_router_topk * sizes.residual_elements)

@@ -14,7 +14,7 @@ from megafp8.config.precision_map import (
     LinearChoice,
     build_linear_recipe,
 )
-from megafp8.config.schema import PrecisionConfig, RunConfig
+from megafp8.config.schema import ModelConfig, PrecisionConfig
 from megafp8.config.topology import as_ranges
 from megafp8.recipes.description import describe
 from megafp8.utils.formatting import text_table
@@ -35,9 +35,9 @@ class GemmPrecision:
     wgrad: str
 
 
-def resolve_precision_map(config: RunConfig) -> list[GemmPrecision]:
+def resolve_precision_map(model: ModelConfig, precision: PrecisionConfig) -> list[GemmPrecision]:
     """One row per linear of a layer and precision, and one for the output layer."""
-    chosen = precision_map.resolve(config.model, config.precision)
+    chosen = precision_map.resolve(model, precision)
     rows = []
     kinds = dict.fromkeys(name.split(".", 2)[2] for name in chosen if name != OUTPUT_LAYER)
     order = (*ATTENTION_LINEARS, *MLP_LINEARS)
@@ -46,10 +46,8 @@ def resolve_precision_map(config: RunConfig) -> list[GemmPrecision]:
         for name, choice in chosen.items():
             if name != OUTPUT_LAYER and name.split(".", 2)[2] == linear:
                 layers.setdefault(choice, []).append(int(name.split(".")[1]))
-        rows += [
-            gemm_precision(linear, as_ranges(numbers), choice, config.precision) for choice, numbers in layers.items()
-        ]
-    return [*rows, gemm_precision(OUTPUT_LAYER, "-", chosen[OUTPUT_LAYER], config.precision)]
+        rows += [gemm_precision(linear, as_ranges(numbers), choice, precision) for choice, numbers in layers.items()]
+    return [*rows, gemm_precision(OUTPUT_LAYER, "-", chosen[OUTPUT_LAYER], precision)]
 
 
 def gemm_precision(linear: str, layers: str, chosen: LinearChoice, precision: PrecisionConfig) -> GemmPrecision:

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 from megafp8.config import mixture, rules
 from megafp8.config.fused_adam import fused_adam_problem
 from megafp8.config.layer_backends import LayerBackend
-from megafp8.config.schema import RunConfig
+from megafp8.config.micro_batch_sizes import possible_sizes
+from megafp8.config.run_sizes import run_sizes
+from megafp8.config.schema import ModelConfig, OptimizerConfig, RunConfig
 from megafp8.config.settings import settings_by_name, value_of, with_values
-from megafp8.resources import micro_batch
 from megafp8.resources.automatic import BF16_MOMENTS, MAX_BETA2_IN_BF16, Values
 from megafp8.resources.memory import estimate_memory
 
@@ -28,9 +29,9 @@ class Saving(NamedTuple):
     num_bytes: int
 
 
-def recomputations(config: RunConfig) -> tuple[dict[str, Any], ...]:
+def recomputations(model: ModelConfig) -> tuple[dict[str, Any], ...]:
     """Settings of recomputation to try: none, the MLPs or experts, and complete layers."""
-    module = "moe" if mixture.is_mixture(config.model) else "mlp"
+    module = "moe" if mixture.is_mixture(model) else "mlp"
     return (
         {},
         {GRANULARITY: "selective", MODULES: (module,)},
@@ -38,9 +39,9 @@ def recomputations(config: RunConfig) -> tuple[dict[str, Any], ...]:
     )
 
 
-def low_moments(config: RunConfig) -> Values:
+def low_moments(optimizer: OptimizerConfig) -> Values:
     """Both moments of Adam in 16 bits."""
-    second = "bf16" if config.optimizer.adam_beta2 <= MAX_BETA2_IN_BF16 else "fp16"  # FP16 has a scale, and more bits
+    second = "bf16" if optimizer.adam_beta2 <= MAX_BETA2_IN_BF16 else "fp16"  # FP16 has a scale, and more bits
     return {**BF16_MOMENTS, "optimizer.exp_avg_sq_dtype": second}
 
 
@@ -54,9 +55,8 @@ def savings(
     """
 
     def needed_bytes(changed: RunConfig) -> int:
-        return estimate_memory(
-            changed, world_size, padded_vocab, stage=stage, implementation=implementation
-        ).total_bytes
+        sizes = run_sizes(changed, world_size, padded_vocab)
+        return estimate_memory(sizes, stage=stage, implementation=implementation).total_bytes
 
     named, now, found = settings_by_name(), needed_bytes(config), []
     for values in _changes(config, world_size):
@@ -70,15 +70,15 @@ def savings(
 
 def _changes(config: RunConfig, world_size: int) -> Iterator[Values]:
     size, tensor = config.training.micro_batch_size, config.parallel.tensor_model_parallel_size
-    smaller = [each for each in micro_batch.possible_sizes(config, world_size) if each < (size or 0)]
+    smaller = [each for each in possible_sizes(config, world_size) if each < (size or 0)]
     yield from ({MICRO: each} for each in smaller[-1:])
     if config.training.recompute_granularity != "full":
-        _, selective, full = recomputations(config)
+        _, selective, full = recomputations(config.model)
         # Short flags for selective recomputation contradict the full one.
         short = dict.fromkeys((name for name in SHORT_FOR_SELECTIVE if value_of(config, name)), False)
         yield from (selective, {**full, **short})
     if not config.optimizer.use_precision_aware_optimizer and not fused_adam_problem(with_values(config, BF16_MOMENTS)):
-        yield low_moments(config)
+        yield low_moments(config.optimizer)
     if not config.parallel.shards_optimizer:
         yield {"parallel.use_distributed_optimizer": True}
     yield {TENSOR: 2 * tensor, SEQUENCE: True}

@@ -15,6 +15,7 @@ from megafp8.config import derived, iterations, precision_map, rules
 from megafp8.config.flags import ParsedArgs, drop_follow_ups
 from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.megatron_flags import NO_EFFECT
+from megafp8.config.micro_batch_sizes import is_auto, possible_sizes, setting_problems, with_size
 from megafp8.config.rules.precision import fuses_swiglu_quantization, triton_cast_recipes, uses_op_fuser
 from megafp8.config.schema import RunConfig
 from megafp8.config.schema.precision import EXCLUDED_BY_DEFAULT, NO_PATTERN
@@ -28,7 +29,6 @@ from megafp8.errors import CheckpointError, ConfigError, DataError
 from megafp8.mcore import cpu_patches
 from megafp8.recipes import registry
 from megafp8.resilience import fault_injection
-from megafp8.resources import micro_batch
 from megafp8.resources.automatic import Choice, choose
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -140,11 +140,11 @@ def check(parsed: ParsedArgs, problems: list[str]) -> ValidatedRun:
     requested = config
     config, choices = choose(requested, target, ranks, saved_config, parsed.given)
     parsed = dataclasses.replace(parsed, config=config, num_epochs=None)
-    found = micro_batch.setting_problems(config, ranks)  # of all rules, also with a size that is not known yet
-    if micro_batch.is_auto(config) and not found:
+    found = setting_problems(config, ranks)  # of all rules, also with a size that is not known yet
+    if is_auto(config.training) and not found:
         # Choices that wait for the size, such as a CUDA graph, may break rules: reported before the trials.
-        for size in micro_batch.possible_sizes(config, ranks)[:1]:
-            smallest = choose(micro_batch.with_size(requested, size), target, ranks, saved_config, parsed.given)[0]
+        for size in possible_sizes(config, ranks)[:1]:
+            smallest = choose(with_size(requested, size), target, ranks, saved_config, parsed.given)[0]
             found += rules.setting_problems(smallest, ranks)
     found += capability.capability_problems(config, target)
     local_problems = rules.path_problems(config, ranks) + layer_support.package_problems(config.logging)
@@ -221,7 +221,7 @@ def check_with_size(validated: ValidatedRun, size: int) -> ValidatedRun:
     Raises:
         ConfigError: the size has problems.
     """
-    return check(dataclasses.replace(validated.invocation, config=micro_batch.with_size(validated.requested, size)), [])
+    return check(dataclasses.replace(validated.invocation, config=with_size(validated.requested, size)), [])
 
 
 def unchecked_settings(config: RunConfig) -> list[str]:

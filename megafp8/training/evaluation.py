@@ -139,7 +139,8 @@ def evaluation_mode(run: Run, has_ema: bool = False) -> Iterator[None]:
     counters = [] if ema is None else [counter for part in run.parts for counter in part.byte_counters()]
     received = [counter.received_bytes for counter in counters]
     has_hooks = run.config.parallel.overlap_param_gather
-    finish_param_gather(run.config, run.training_state)  # megatron-core's own leaves stale transposes of FP8 weights
+    # megatron-core's own leaves stale transposes of FP8 weights.
+    finish_param_gather(run.config.parallel, run.training_state)
     for chunk in chunks:
         chunk.eval()
         if has_hooks:

@@ -16,6 +16,7 @@ import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
+from megafp8.config.run_sizes import RunSizes, run_sizes
 from megafp8.config.schema import RunConfig
 from megafp8.quantization.fp8_parameter import QuantizedParameter
 from megafp8.resources.memory import MemoryEstimate, estimate_memory, logit_elements, saved_layer_bytes
@@ -67,14 +68,13 @@ class MemoryReport:
         if self.snapshot is None or self.run is None:
             return ""
         run = self.run
-        expected = expected_memory(run)
-        parts = parts_of(self.snapshot, self._owners, logit_elements(run.config, run.vocab_size))
-        rank = run.rank_position.rank
+        sizes, expected = sizes_of(run), expected_memory(run)
+        parts = parts_of(self.snapshot, self._owners, logit_elements(sizes))
         lines = [
-            f"Memory of rank {rank} when it was lacking, and what the memory model expects:",
+            f"Memory of rank {run.rank_position.rank} when it was lacking, and what the memory model expects:",
             table(parts, expected),
         ]
-        lines += layer_lines(self._layer_bytes, saved_layer_bytes(run.config, implementation=run.implementation))
+        lines += layer_lines(self._layer_bytes, saved_layer_bytes(sizes, implementation=run.implementation))
         if self.path is not None:
             lines.append(f"Snapshot: {self.path}; https://docs.pytorch.org/memory_viz shows it")
         return "".join(f"{line}\n" for line in lines)
@@ -119,12 +119,14 @@ def write_snapshot(path: Optional[Path]) -> None:
             torch.cuda.memory._dump_snapshot(str(path))
 
 
+def sizes_of(run: Run) -> RunSizes:
+    """What the memory model reads of a run."""
+    return run_sizes(run.config, run.rank_position.world_size, run.vocab_size)
+
+
 def expected_memory(run: Run) -> MemoryEstimate:
     """The memory model's estimate for this rank."""
-    ranks = run.rank_position
-    return estimate_memory(
-        run.config, ranks.world_size, run.vocab_size, stage=ranks.pipeline_rank, implementation=run.implementation
-    )
+    return estimate_memory(sizes_of(run), stage=run.rank_position.pipeline_rank, implementation=run.implementation)
 
 
 # ---- Whose memory it is ----------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import Optional, Union
 from megafp8 import __version__
 from megafp8.checkpoint.progress import Progress
 from megafp8.config import iterations, settings
+from megafp8.config.micro_batch_sizes import is_auto
 from megafp8.config.schema import RunConfig
 from megafp8.data.packed_dataset import packing_text
 from megafp8.device.collective_errors import call_on_all_ranks, call_on_rank_0
@@ -30,7 +31,6 @@ from megafp8.resilience.run_lock import LOCK_FILE, RunLock, acquire_run_lock
 from megafp8.resilience.run_state import RunStateWriter, finished_state, first_state
 from megafp8.resilience.watchdog import PhaseClock, Watchdog
 from megafp8.resources.automatic import Choice
-from megafp8.resources.micro_batch import is_auto
 from megafp8.training.checks import ValidatedRun, check_with_size, chosen_settings, format_chosen, short_warnings
 from megafp8.training.evaluation import record_evaluation, validate
 from megafp8.training.extension import LoopState
@@ -71,14 +71,15 @@ def run_training(validated: ValidatedRun) -> int:
         logging.basicConfig(level=config.logging.logging_level, force=True)
     if rank() == 0:
         # Warnings about a size that is not known yet would not be those of the run.
-        print("\n".join([opening_line(config), *([] if is_auto(config) else warning_lines(validated))]), flush=True)
+        warnings = [] if is_auto(config.training) else warning_lines(validated)
+        print("\n".join([opening_line(config), *warnings]), flush=True)
     platform = detect_platform(config.parallel.distributed_backend)
     check_limits()
     with suggestions_on_memory(config), run_watchdog(config) as watchdog:
         init_distributed(platform, config.parallel)
         claim_run(config, watchdog)
         details = dict[str, str]()
-        if is_auto(config):
+        if is_auto(config.training):
             validated, details["micro-batch size"] = find_size(validated, platform, watchdog)
             config = validated.invocation.config
         if not watchdog.stop_agreed:  # a signal may have ended the search for a micro-batch size

@@ -171,7 +171,8 @@ def check_model_and_formats(
     """
     compatibility.check_model(path, read_config(path), config, vocab_size)
     continues_training = not (weights_only or config.training.skip_train)
-    notes = compatibility.check_number_formats(path, config) if continues_training else ()
+    sections = config.model, config.precision, config.checkpoint
+    notes = compatibility.check_number_formats(path, *sections) if continues_training else ()
     return notes + compatibility.changed_settings(path, config, world_size, not continues_training)
 
 

@@ -54,7 +54,7 @@ def recipe_lines(config: RunConfig, implementation: LayerBackend) -> list[str]:
     saved_lines = [f"  saved activations ({saved}): {saved_activations.RULE}"] if saved else []
     if not precision_map.is_quantized(precision):
         return [f"precision: {derived.params_dtype(precision)}", *saved_lines] if saved else []
-    rows, arithmetic = resolve_precision_map(config), describe_arithmetic(precision, implementation)
+    rows, arithmetic = resolve_precision_map(config.model, precision), describe_arithmetic(precision, implementation)
     stored = "" if config.parallel.shards_weights else "stored and "
     others = [f"  weights are {stored}gathered as codes and scales"] if precision.fp8_param_gather else []
     others += ["  both attention GEMMs are also in FP8"] if precision.fp8_dot_product_attention else []
@@ -73,7 +73,7 @@ def has_mixed_recipes(rows: list[GemmPrecision], precision: PrecisionConfig) -> 
 
 def mapped_recipes(config: RunConfig) -> dict[str, str]:
     """The recipe of each linear where they differ, for the record, by name: `linear_fc2 of layers 0-3`."""
-    rows = resolve_precision_map(config)
+    rows = resolve_precision_map(config.model, config.precision)
     if not has_mixed_recipes(rows, config.precision):
         return {}
     return {
@@ -141,7 +141,7 @@ def describe_update(run: Run) -> dict[str, str]:
     found = {}
     on_cuda = run.platform.kind == "cuda"
     optimizer = run.training_state.optimizer
-    if on_cuda and updates_matrices(run.config):
+    if on_cuda and updates_matrices(run.config.optimizer):
         found["optimizer"] = f"{run.config.optimizer.optimizer.capitalize()} and AdamW, not in one pass"
     elif on_cuda:
         problem = fused_adam_problem(run.config) or fused_adam.device_problem(run.config.optimizer, on_cuda)

@@ -75,7 +75,7 @@ def build_training_run(
     captures_dropout = derived.uses_cuda_graph(config) and derived.has_dropout(config.model)
     seed_rank(config.training.seed, captures_dropout)
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
-    num_ids = dimensions.vocabulary_size(config, tokenizer.vocab_size)
+    num_ids = dimensions.vocabulary_size(config.model, config.data, tokenizer.vocab_size)
     vocab_size = dimensions.padded_vocab_size(config, num_ids)
     if vocab_size < num_ids:
         raise ConfigError(f"--padded-vocab-size {vocab_size} is less than the {num_ids} ids of the tokenizer")

@@ -437,8 +437,9 @@ def reduction_parts(config: RunConfig, state: TrainingState, device: torch.devic
         state.gradient_residuals.extend(reduction.residuals)
         yield Fp8Gradients(reduction, config.precision.grad_reduce_fp8_scaling == "tensor")
     runtime, chunks = runtime_of(state.chunks[0]), state.chunks
+    gathers_complete = is_layer_wise(config.optimizer, config.parallel)
     counters = {
-        "param_gather_bytes": state.optimizer if is_layer_wise(config) else runtime.gather_traffic(chunks),
+        "param_gather_bytes": state.optimizer if gathers_complete else runtime.gather_traffic(chunks),
         "grad_reduce_bytes": None if config.precision.grad_reduce_in_fp8 else runtime.reduction_traffic(chunks),
     }
     yield from (Traffic(counter, field) for field, counter in counters.items() if counter is not None)

@@ -167,7 +167,7 @@ def add_losses(run: Run, rows: Sequence[Row], indices: Sequence[int], length: in
     size, position = run.micro_batch_size, run.rank_position
     num_microbatches = -(-len(indices) // (size * position.data_size))
     if len(run.training_state.chunks) > 1:
-        num_microbatches += -num_microbatches % microbatch_group_size(run.config)
+        num_microbatches += -num_microbatches % microbatch_group_size(run.config.parallel)
     # Microbatches are complete: the places that are left get rows without a token to score.
     filler = Row(rows[indices[0]].ids, 0)
     starts = [size * (number * position.data_size + position.data_rank) for number in range(num_microbatches)]

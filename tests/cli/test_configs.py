@@ -48,9 +48,9 @@ def test_it_is_accepted_without_warnings_and_fits(name: str, capsys: pytest.Capt
     config, h100 = validated.invocation.config, GPUS["h100"]
     vocab_size = dimensions.padded_vocab_size(config, vocabulary_size(config))
     run = PlannedRun(config=config, gpu=h100, world_size=world_size, padded_vocab=vocab_size)
-    estimates = estimate_stages(config, world_size, vocab_size, implementation=validated.implementation)
+    estimates = estimate_stages(run.sizes, implementation=validated.implementation)
     graph_bytes = max(
-        cuda_graph_memory_bytes(config, each, implementation=validated.implementation) for each in estimates
+        cuda_graph_memory_bytes(run.sizes, each, implementation=validated.implementation) for each in estimates
     )
     limit_bytes = (1 - FREE_MEMORY_FRACTION) * (memory_bytes or h100.memory_bytes)
     assert needed_bytes(run, config) + graph_bytes < limit_bytes

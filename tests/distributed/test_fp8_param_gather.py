@@ -24,6 +24,7 @@ from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.save import finish_param_gather, save_checkpoint
 from megafp8.checkpoint.state_dict import chained_optimizers
 from megafp8.config.layer_backends import EMULATED
+from megafp8.config.run_sizes import run_sizes
 from megafp8.config.schema import RunConfig
 from megafp8.quantization.delayed_scaling import DelayedScale
 from megafp8.quantization.fp8_parameter import WEIGHT, QuantizedParameter, quantized_parameters
@@ -195,7 +196,7 @@ def test_a_weight_takes_one_byte_per_element() -> None:
         after = [held_bytes(dtype) for dtype in (torch.bfloat16, torch.uint8)]
         buffers = {buffer.param_dtype: buffer.param_data for buffer in run.training_state.chunks[0].buffers}
         expected = [buffers[dtype].nbytes for dtype in (torch.bfloat16, torch.uint8)]
-        planned = estimate_memory(run.config, 2, run.vocab_size, implementation=EMULATED)
+        planned = estimate_memory(run_sizes(run.config, 2, run.vocab_size), implementation=EMULATED)
         return [now - then for now, then in zip(after, before, strict=True)], expected, planned.weights_bytes
 
     for grown, expected, planned in run_ranks(2, hold):
@@ -270,7 +271,7 @@ def test_saving_and_reading_weights_do_not_change_training(tmp_path: Path) -> No
         if is_disturbed:
             save_checkpoint(tmp_path, config, run.training_state, Progress(2, 2 * run.global_batch_size))
             evaluate(run, "valid", SourceSamples(config.data.seq_length), 2, 0)
-            finish_param_gather(config, run.training_state)
+            finish_param_gather(config.parallel, run.training_state)
             assert params_norm(run) > 0
         return before, train(run, 2, 3)
 

@@ -90,7 +90,7 @@ def test_weight_gathers_are_pending_after_an_overlapped_update() -> None:
         train(run, 3)
         plain = {n: p.detach() for chunk in run.training_state.chunks for n, p in chunk.named_parameters()}
         early = fingerprint(plain)
-        finish_param_gather(run.config, run.training_state)
+        finish_param_gather(run.config.parallel, run.training_state)
         return early, fingerprint(plain)
 
     (early0, late0), (early1, late1) = run_ranks(2, read)

@@ -12,6 +12,7 @@ from test_checkpoint import STEPS, load_newest, run_leg
 from test_fp8_param_gather import RAGGED, check_codes, curve_of, gathered_in_a_step, saved_tensors
 
 from megafp8.config.layer_backends import EMULATED
+from megafp8.config.run_sizes import run_sizes
 from megafp8.config.schema import RunConfig
 from megafp8.models.experts import PaddedExperts
 from megafp8.quantization.fp8_parameter import QuantizedParameter, quantized_parameters
@@ -155,7 +156,7 @@ def test_the_memory_plan_counts_fp8_experts() -> None:
         run = build_run(config_of("tensorwise", EP2, gather))
         chunk = run.training_state.chunks[0]
         held = sum(buffer.param_data.nbytes for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers])
-        return held, estimate_memory(run.config, 2, run.vocab_size, implementation=EMULATED).weights_bytes
+        return held, estimate_memory(run_sizes(run.config, 2, run.vocab_size), implementation=EMULATED).weights_bytes
 
     (plain, planned_plain), (codes, planned) = (run_ranks(2, hold, gather)[0] for gather in ("", GATHER))
     assert plain == pytest.approx(planned_plain, rel=0.02)

@@ -11,6 +11,7 @@ from saved_run import build_initial, configure, save_initial
 from megafp8.checkpoint.convert.to_huggingface import ExportOptions, plan_export
 from megafp8.checkpoint.convert.to_megatron import plan_megatron_export
 from megafp8.config import model_shapes
+from megafp8.config.run_sizes import run_sizes
 from megafp8.config.schema import RunConfig
 from megafp8.errors import CheckpointError
 from megafp8.resources.memory import parameters_on_stage
@@ -37,7 +38,8 @@ def test_the_planner_counts_every_parameter(flags: str) -> None:
     one = configure(f"{LLAMA} {DEPTHS} {flags}")
     assert run_ranks(1, num_parameters, one) == [model_shapes.count_parameters(one.model, ROWS).total]
     two = configure(f"{LLAMA} {DEPTHS} {flags} {STAGES}")
-    assert run_ranks(2, num_parameters, two) == [sum(parameters_on_stage(two, ROWS, stage)) for stage in range(2)]
+    sizes = run_sizes(two, 2, ROWS)
+    assert run_ranks(2, num_parameters, two) == [sum(parameters_on_stage(sizes, stage)) for stage in range(2)]
 
 
 def test_flops_count_layers_and_output_layer_of_each_depth() -> None:

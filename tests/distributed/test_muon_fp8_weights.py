@@ -15,6 +15,7 @@ from test_fp8_param_gather import BLOCKWISE, DELAYED, RAGGED, TENSORWISE, saved_
 
 from megafp8.checkpoint.progress import Progress
 from megafp8.config.layer_backends import EMULATED
+from megafp8.config.run_sizes import run_sizes
 from megafp8.config.schema import RunConfig
 from megafp8.optimizer.layer_wise import LayerWiseOptimizer
 from megafp8.quantization.delayed_scaling import DelayedScale, DelayedState
@@ -138,7 +139,7 @@ def test_codes_are_broadcast_and_kept_once() -> None:
         (ownership,) = run.training_state.optimizer.ownerships
         held = sum(buffer.nbytes for buffers in ownership.buffers for buffer in buffers)
         own = sum(buffer.nbytes for buffer in ownership.buffers[ownership.group.rank()])
-        planned = estimate_memory(config, 2, run.vocab_size, implementation=EMULATED).weights_bytes
+        planned = estimate_memory(run_sizes(config, 2, run.vocab_size), implementation=EMULATED).weights_bytes
         num_scales = 4 * len(quantized_parameters(run.training_state.chunks))
         assert result.metrics["param_gather_bytes"] == held - own + num_scales
         addresses = {weight.data_ptr() for weight in weights(run).values() if not is_quantized(weight)}

@@ -71,6 +71,6 @@ def test_a_run_resumes_bitwise_and_not_with_other_activations(tmp_path: Path) ->
     )
     saved = find_checkpoint(tmp_path)[1]
     with pytest.raises(CheckpointError, match="fp8_saved_activations"):
-        check_number_formats(saved, plain)
+        check_number_formats(saved, plain.model, plain.precision, plain.checkpoint)
     turned = small_config("llama", f"{BASE} {FP8} {flags} --fp8-saved-activations activation norm", world_size)
-    assert not check_number_formats(saved, turned)
+    assert not check_number_formats(saved, turned.model, turned.precision, turned.checkpoint)

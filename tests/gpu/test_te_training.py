@@ -278,7 +278,7 @@ def test_weights_gathered_early_have_their_transposes(recipe: str, is_evaluated:
             with evaluation_mode(run):
                 pass
         else:
-            finish_param_gather(run.config, run.training_state)
+            finish_param_gather(run.config.parallel, run.training_state)
         weights_in_fp8 = [
             weight for weight in run.training_state.chunks[0].parameters() if hasattr(weight, "_quantizer")
         ]

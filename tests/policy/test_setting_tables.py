@@ -14,7 +14,6 @@ ROOT = Path(__file__).resolve().parents[2]
 MOST_NAMES = 3
 # Values of settings, and names of other programs for them.
 TABLES_OF_VALUES = {
-    "checkpoint/compatibility.py": "sizes that follow from others",
     "checkpoint/convert/fields.py": "a model family",
     "checkpoint/convert/problems.py": "the smallest run",
     "config/fp8_lm.py": "the levels of FP8-LM",

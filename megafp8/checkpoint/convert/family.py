@@ -25,9 +25,9 @@ from megafp8.checkpoint.convert.tensor_mapping import (
 )
 from megafp8.config import attention_layers, dimensions, latent_attention, mixture
 from megafp8.config.mup import without_mup
-from megafp8.config.schema import ModelConfig, RunConfig
+from megafp8.config.schema import ModelConfig, PrecisionConfig, RunConfig
 from megafp8.config.schema.setting import Role
-from megafp8.config.settings import Setting, settings_with, value_of, with_values
+from megafp8.config.settings import Setting, settings_with, with_values
 
 OUTPUT_LAYER = "output_layer"
 HF_EXPERT_BIAS = "e_score_correction_bias"
@@ -76,26 +76,33 @@ class HFFamily:
             values |= each.read(hf_config)
         return values | {"data.seq_length": values["model.max_position_embeddings"]}
 
-    def to_hf_config(self, config: RunConfig) -> dict[str, Any]:
-        """Return the fields of config.json for a run, except for the vocabulary."""
-        explicit = with_explicit_values(config)
+    def to_hf_config(self, model: ModelConfig, precision: PrecisionConfig) -> dict[str, Any]:
+        """Return the fields of config.json for a run, except for the vocabulary.
+
+        Args:
+            model: with its number of positions.
+        """
+        explicit = with_explicit_values(model)
+        # GELU fused with its bias is the same approximation.
+        is_tanh = precision.bias_gelu_fusion or (model.openai_gelu and model.add_bias_linear)
+        explicit = replace(explicit, openai_gelu=is_tanh)
         return {name: value for each in self.fields for name, value in each.write(explicit).items()}
 
-    def unsupported_features(self, config: RunConfig) -> list[str]:
-        """Return the features of a run's model that the family does not have, as text.
+    def unsupported_features(self, model: ModelConfig) -> list[str]:
+        """Return the features of a model that the family does not have, as text.
 
         They are what changes if the settings are written to a config.json and read from it.
         """
-        hf_config = HFConfig(self.to_hf_config(config))
-        theirs = comparable(with_values(RunConfig(), self.from_hf_config(hf_config)))
-        ours = comparable(config)
+        hf_config = HFConfig(self.to_hf_config(model, PrecisionConfig()))
+        theirs = comparable(with_values(RunConfig(), self.from_hf_config(hf_config)).model)
+        ours = comparable(model)
         # Where only one of them has experts, their number says it.
-        no_more = () if mixture.is_mixture(ours.model) == mixture.is_mixture(theirs.model) else ("model.moe_",)
+        no_more = () if mixture.is_mixture(ours) == mixture.is_mixture(theirs) else ("model.moe_",)
         return hf_config.problems + [
-            f"{as_text(setting, value_of(ours, setting.name))}: a {self.architecture} has "
-            f"{as_text(setting, value_of(theirs, setting.name))}"
+            f"{as_text(setting, getattr(ours, setting.field))}: a {self.architecture} has "
+            f"{as_text(setting, getattr(theirs, setting.field))}"
             for setting in settings_with(Role.FUNCTION).values()
-            if not setting.name.startswith(no_more) and value_of(ours, setting.name) != value_of(theirs, setting.name)
+            if not setting.name.startswith(no_more) and getattr(ours, setting.field) != getattr(theirs, setting.field)
         ]
 
     def has_stacked_experts(self, names: Iterable[str]) -> bool:
@@ -156,32 +163,28 @@ def expert_mapping(tensor: ModelTensor, modules: tuple[str, ...], num_experts: i
     return TensorMapping(tensor.name, tensor.shape, layout, names, tensor.is_linear)
 
 
-def with_explicit_values(config: RunConfig) -> RunConfig:
+def with_explicit_values(model: ModelConfig) -> ModelConfig:
     """Return the settings with the values that the defaults of the model, and muP, stand for."""
-    model = without_mup(config.model)
+    model = without_mup(model)
     groups, channels = dimensions.num_query_groups(model), dimensions.kv_channels(model)
     windowed, without_rope = attention_layers.windowed_layers(model), attention_layers.layers_without_rope(model)
     window = attention_layers.window_size(model) if any(windowed) else None
     is_same_base = model.rotary_base_local == model.rotary_base
-    explicit = replace(
+    return replace(
         model,
         ffn_hidden_size=dimensions.ffn_hidden_size(model),
         kv_channels=channels,
         group_query_attention=groups != model.num_attention_heads,
         num_query_groups=groups,
-        max_position_embeddings=model.max_position_embeddings or config.data.seq_length,
         softmax_scale=channels**-0.5 if model.softmax_scale is None else model.softmax_scale,
         window_size=None if window is None else f"{window[0]},{window[1]}",
         window_attn_skip_freq=None if all(windowed) or window is None else str([int(each) for each in windowed]),
         no_rope_freq=str([int(each) for each in without_rope]) if any(without_rope) else None,
         rotary_base_local=None if window is None or is_same_base else model.rotary_base_local,
+        openai_gelu=model.openai_gelu and not model.add_bias_linear,  # GELU fused with a bias is this approximation
         **explicit_latent_attention(model),
         **explicit_mixture(model),
     )
-    if model.openai_gelu and model.add_bias_linear:  # GELU fused with its bias is the same approximation
-        config = with_values(config, {"precision.bias_gelu_fusion": True})
-        explicit = replace(explicit, openai_gelu=False)
-    return replace(config, model=explicit)
 
 
 def explicit_latent_attention(model: ModelConfig) -> dict[str, Any]:
@@ -211,17 +214,17 @@ def explicit_mixture(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def comparable(config: RunConfig) -> RunConfig:
+def comparable(model: ModelConfig) -> ModelConfig:
     """Return the settings with explicit values, but without those that have no effect.
 
     These are a scale of Q*K that follows from the width of a head, and the width of dense layers where none is dense.
     """
-    explicit = with_explicit_values(config)
-    scale = explicit.model.softmax_scale  # that of muP may be another by its rounding
-    if scale is not None and math.isclose(scale, dimensions.kv_channels(config.model) ** -0.5, rel_tol=1e-12):
-        explicit = with_values(explicit, {"model.softmax_scale": None})
-    if all(mixture.expert_layers(config.model)):
-        explicit = with_values(explicit, {"model.ffn_hidden_size": None})
+    explicit = with_explicit_values(model)
+    scale = explicit.softmax_scale  # that of muP may be another by its rounding
+    if scale is not None and math.isclose(scale, dimensions.kv_channels(model) ** -0.5, rel_tol=1e-12):
+        explicit = replace(explicit, softmax_scale=None)
+    if all(mixture.expert_layers(model)):
+        explicit = replace(explicit, ffn_hidden_size=None)
     return explicit
 
 

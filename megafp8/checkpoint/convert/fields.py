@@ -1,6 +1,6 @@
 """Fields of `config.json` and the settings that they are: what tables of families are made of.
 
-A field reads settings, by `section.field`, from a config.json, and writes its fields from the settings of a run. What
+A field reads settings, by `section.field`, from a config.json, and writes its fields from those of a model. What
 it reads from its own output are the settings that it can express, so a family needs no list of what it cannot.
 """
 
@@ -12,8 +12,8 @@ from typing import Any, Optional, Protocol
 
 from megafp8.checkpoint.convert.hf_config import HFConfig
 from megafp8.config import attention_layers
-from megafp8.config.schema import RunConfig
-from megafp8.config.settings import settings_by_name, value_of
+from megafp8.config.schema import ModelConfig
+from megafp8.config.settings import settings_by_name
 
 EXACT_GELU = "gelu"
 
@@ -25,8 +25,8 @@ class Field(Protocol):
         """Return settings by `section.field`. What cannot be expressed becomes a problem of `hf_config`."""
         ...
 
-    def write(self, config: RunConfig) -> dict[str, Any]:
-        """Return fields of config.json for a run whose settings have explicit values."""
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Return fields of config.json for a model whose settings have explicit values."""
         ...
 
 
@@ -63,8 +63,8 @@ class Value:
             value = not value
         return {name: None if value == self.neutral else value}
 
-    def write(self, config: RunConfig) -> dict[str, Any]:
-        value = value_of(config, f"model.{self.setting}")
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        value = getattr(model, self.setting)
         if self.is_inverse:
             value = not value
         return {self.field: self.neutral if value is None else value}
@@ -91,7 +91,7 @@ class Fixed:
         hf_config.require(self.field, *self.values, default=self.values[0])
         return {}
 
-    def write(self, config: RunConfig) -> dict[str, Any]:
+    def write(self, model: ModelConfig) -> dict[str, Any]:
         return {self.field: self.values[0]} if self.is_written else {}
 
 
@@ -127,8 +127,7 @@ class Heads:
             "model.num_query_groups": 1 if groups == heads else groups,
         }
 
-    def write(self, config: RunConfig) -> dict[str, Any]:
-        model = config.model
+    def write(self, model: ModelConfig) -> dict[str, Any]:
         fields = {"num_attention_heads": model.num_attention_heads}
         fields |= {"num_key_value_heads": model.num_query_groups} if self.has_groups else {}
         return fields | ({"head_dim": model.kv_channels} if self.has_width else {})
@@ -146,8 +145,8 @@ class SameBiases:
             )
         return {"model.add_bias_linear": attention}
 
-    def write(self, config: RunConfig) -> dict[str, Any]:
-        return dict.fromkeys(("attention_bias", "mlp_bias"), config.model.add_bias_linear)
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        return dict.fromkeys(("attention_bias", "mlp_bias"), model.add_bias_linear)
 
 
 @dataclass(frozen=True)
@@ -163,13 +162,13 @@ class SameDropout:
             hf_config.require(field, dropout, default=self.default)
         return {"model.hidden_dropout": dropout}
 
-    def write(self, config: RunConfig) -> dict[str, Any]:
-        return dict.fromkeys(self.fields, config.model.hidden_dropout)
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        return dict.fromkeys(self.fields, model.hidden_dropout)
 
 
 @dataclass(frozen=True)
 class Gelu:
-    """The GELU of an MLP with biases. GELU fused with its bias is the tanh approximation.
+    """The GELU of an MLP with biases. GELU fused with its bias is the tanh approximation, and written as `openai_gelu`.
 
     Attributes:
         tanh: names of the approximation; the first is written.
@@ -184,8 +183,8 @@ class Gelu:
         name = hf_config.require(self.field, *self.tanh, EXACT_GELU, default=self.default)
         return {"precision.bias_gelu_fusion": name != EXACT_GELU}
 
-    def write(self, config: RunConfig) -> dict[str, Any]:
-        return {self.field: self.tanh[0] if config.precision.bias_gelu_fusion else EXACT_GELU}
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        return {self.field: self.tanh[0] if model.openai_gelu else EXACT_GELU}
 
 
 # Constants of megatron-core's RoPE scaling; no flag changes them.
@@ -237,8 +236,7 @@ class Rotary:
                 scaling.require(name, value, default=None)
         return values | (yarn_settings(scaling) if kind == "yarn" else {})
 
-    def write(self, config: RunConfig) -> dict[str, Any]:
-        model = config.model
+    def write(self, model: ModelConfig) -> dict[str, Any]:
         fields: dict[str, Any] = {self.base_field: float(model.rotary_base), "rope_scaling": None}
         if self.is_partial:
             fields[self.percent_field] = model.rotary_percent
@@ -250,7 +248,7 @@ class Rotary:
             }  # fmt: skip
         elif model.position_embedding_type == "yarn" and "yarn" in self.kinds:
             fields["rope_scaling"] = {"rope_type": "yarn"} | {
-                field: value_of(config, f"model.{name}") for field, (name, _) in YARN.items()
+                field: getattr(model, name) for field, (name, _) in YARN.items()
             }
         return fields
 
@@ -362,8 +360,7 @@ class Window:
             return [False] * num_layers
         return [kind == SLIDING for kind in kinds]
 
-    def write(self, config: RunConfig) -> dict[str, Any]:
-        model = config.model
+    def write(self, model: ModelConfig) -> dict[str, Any]:
         windowed = attention_layers.windowed_layers(model)
         window = attention_layers.window_size(model) if any(windowed) else None
         fields: dict[str, Any] = {"sliding_window": None if window is None else window[0] + 1}
@@ -393,8 +390,7 @@ class LayersWithoutRope:
             flags = [1] * num_layers
         return {"model.no_rope_freq": pattern_text([not each for each in flags])}
 
-    def write(self, config: RunConfig) -> dict[str, Any]:
-        model = config.model
+    def write(self, model: ModelConfig) -> dict[str, Any]:
         assert model.num_layers is not None
         without = attention_layers.layers_without_rope(model) or (False,) * model.num_layers
         return {"no_rope_layers": [int(not each) for each in without]}

@@ -31,8 +31,8 @@ from megafp8.checkpoint.convert.tensor_mapping import StackedExperts, TensorMapp
 from megafp8.checkpoint.convert.tokenizer import FoundTokenizer, find_tokenizer
 from megafp8.checkpoint.standalone import LazyTensor, save_weights
 from megafp8.config import dimensions, mixture
-from megafp8.config.schema import RunConfig
-from megafp8.config.settings import all_settings, settings_by_name, to_dict, value_of, with_values
+from megafp8.config.schema import ModelConfig, RunConfig
+from megafp8.config.settings import changed_settings, settings_by_name, with_values
 from megafp8.errors import CheckpointError
 from megafp8.mcore.overrides import DTYPES
 from megafp8.recipes.base import Block
@@ -145,15 +145,15 @@ def plan_import(
     config = with_values(RunConfig(), model_settings | {
         "data.seq_length": seq_length, "checkpoint.no_save_optim": True, "checkpoint.no_save_rng": True,
     })  # fmt: skip
-    check_problems(folder, count_problems(config, len(tensors), family.has_stacked_experts(stored)))
+    check_problems(folder, count_problems(config.model, len(tensors), family.has_stacked_experts(stored)))
     num_tokens = model_settings["model.vocab_size"]
     num_rows = dimensions.padded_vocab_size(config, num_tokens)
     table = family.tensor_table(config.model, num_tokens, num_rows, family.has_stacked_experts(stored))
     reader = WeightReader(folder, stored, hf_config.section("quantization_config").fields.get("weight_block_size"))
-    check_problems(folder, hf_config.problems + reader.problems + tensor_problems(table, stored, family, config))
+    check_problems(folder, hf_config.problems + reader.problems + tensor_problems(table, stored, family, config.model))
     # Rules list the linears of all experts, so the sizes are checked first.
     check_problems(folder, [f"config.json: {problem}" for problem in rule_problems(config)])
-    check_problems(folder, tied_output_problems(reader, table[0].hf_names[0], family.output_weight, config))
+    check_problems(folder, tied_output_problems(reader, table[0].hf_names[0], family.output_weight, config.model))
     sources = {row.name: lazy_tensor(row, reader, DTYPES[dtype]) for row in table}
     tokenizer = find_tokenizer(folder)
     eod = None if tokenizer is None else tokenizer.tokenizer.eod
@@ -177,10 +177,10 @@ def size_problems(model_settings: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def count_problems(config: RunConfig, found: int, is_stacked: bool) -> list[str]:
+def count_problems(model: ModelConfig, found: int, is_stacked: bool) -> list[str]:
     """Return a problem if config.json describes more tensors than are found, before they are listed."""
-    per_layer = 1 if is_stacked else config.model.num_experts or 1
-    count = sum(per_layer if has_experts else 1 for has_experts in mixture.expert_layers(config.model))
+    per_layer = 1 if is_stacked else model.num_experts or 1
+    count = sum(per_layer if has_experts else 1 for has_experts in mixture.expert_layers(model))
     return [f"the files have {found:,} tensors, and by config.json at least {count:,}"] if count > found else []
 
 
@@ -226,11 +226,11 @@ def prediction_problems(names: list[str], drops_prediction_layers: bool) -> list
 
 
 def tensor_problems(
-    table: list[TensorMapping], stored: Mapping[str, StoredTensor], family: HFFamily, config: RunConfig
+    table: list[TensorMapping], stored: Mapping[str, StoredTensor], family: HFFamily, model: ModelConfig
 ) -> list[str]:
     """Return how the files differ from what config.json describes."""
     expected = {name: shape for row in table for name, shape in row.hf_shapes().items()}
-    optional = {family.output_weight} if config.model.share_embeddings_and_output_weights else set()
+    optional = {family.output_weight} if model.share_embeddings_and_output_weights else set()
     found = {
         name: tensor.shape
         for name, tensor in stored.items()
@@ -245,14 +245,14 @@ def is_scale(name: str) -> bool:
     return name.endswith((*scale_suffixes(), *ACTIVATION_SCALES))
 
 
-def tied_output_problems(reader: WeightReader, embedding: str, output: str, config: RunConfig) -> list[str]:
+def tied_output_problems(reader: WeightReader, embedding: str, output: str, model: ModelConfig) -> list[str]:
     """Return a problem if tied embeddings are stored twice and differ.
 
     Args:
         embedding: name of its weight.
         output: name of the output layer's weight.
     """
-    if not config.model.share_embeddings_and_output_weights or output not in reader.stored:
+    if not model.share_embeddings_and_output_weights or output not in reader.stored:
         return []
     if torch.equal(reader.stored[output].load(), reader.stored[embedding].load()):
         return []
@@ -383,13 +383,3 @@ def import_notes(table: list[TensorMapping], tokenizer: Optional[FoundTokenizer]
     elif tokenizer.tokenizer.vocab_size > num_tokens:
         notes.append(f"the tokenizer has {tokenizer.tokenizer.vocab_size} ids and the model {num_tokens} tokens")
     return notes
-
-
-def changed_settings(config: RunConfig) -> dict[str, Any]:
-    """Return the settings that differ from their defaults, by section."""
-    tree = to_dict(config)
-    changed: dict[str, dict[str, Any]] = {}
-    for setting in all_settings():
-        if setting.section and value_of(config, setting.name) != setting.default:
-            changed.setdefault(setting.section, {})[setting.field] = tree[setting.section][setting.field]
-    return changed

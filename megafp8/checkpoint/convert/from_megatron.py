@@ -10,7 +10,6 @@ from typing import Any, Optional
 
 import torch
 
-from megafp8.checkpoint.convert.from_huggingface import changed_settings
 from megafp8.checkpoint.convert.megatron_args import settings_of_args
 from megafp8.checkpoint.convert.megatron_buckets import Layout, bucket_sources, common_optimizer_state
 from megafp8.checkpoint.convert.megatron_folder import CONSUMED_SAMPLES, MegatronCheckpoint, open_megatron_checkpoint
@@ -21,8 +20,8 @@ from megafp8.checkpoint.metadata import OPTIMIZER_PREFIX, is_extra_state, load_e
 from megafp8.checkpoint.standalone import CheckpointParts, CheckpointTensors, LazyTensor, save_parts
 from megafp8.checkpoint.state_dict import EMBEDDING, content_metadata
 from megafp8.config.optimizers import updates_matrices
-from megafp8.config.schema import RunConfig
-from megafp8.config.settings import to_json, with_values
+from megafp8.config.schema import ModelConfig, OptimizerConfig, RunConfig
+from megafp8.config.settings import changed_settings, to_json, with_values
 from megafp8.errors import CheckpointError
 from megafp8.optimizer.schedules import Schedule
 
@@ -77,7 +76,7 @@ def build_import(source: MegatronCheckpoint, with_optimizer: bool) -> MegatronIm
     values, problems, left = settings_of_args(source.args)
     check_problems(source.path, problems)
     config = with_values(RunConfig(), values)
-    check_problems(source.path, [f"the argument {name} is missing" for name in missing_sizes(config)])
+    check_problems(source.path, [f"the argument {name} is missing" for name in missing_sizes(config.model)])
     layout, consumed_samples = source.layout, source.consumed_samples
     tensors = CheckpointTensors(source.path)
     if EMBEDDING not in tensors.locations:
@@ -93,7 +92,8 @@ def build_import(source: MegatronCheckpoint, with_optimizer: bool) -> MegatronIm
     notes = [f"not read: {', '.join(left)}"] if left else []
     with_optimizer = with_optimizer and bool(source.common.get("optimizer"))
     if with_optimizer:
-        state_sources, common["optimizer"] = optimizer_parts(source, tensors, config, weights)
+        num_layers = config.model.num_layers or 0
+        state_sources, common["optimizer"] = optimizer_parts(source, tensors, config.optimizer, weights, num_layers)
         sources |= state_sources
         common["schedule"] = schedule_state(source)
     else:
@@ -124,10 +124,10 @@ def model_alone(values: Mapping[str, Any], num_rows: int) -> RunConfig:
     return with_values(RunConfig(), {"model.vocab_size": num_rows - 1} | of_model)
 
 
-def missing_sizes(config: RunConfig) -> list[str]:
+def missing_sizes(model: ModelConfig) -> list[str]:
     """Return the arguments without which the model is not known."""
     names = ("num_layers", "hidden_size", "num_attention_heads")
-    return [name for name in names if not getattr(config.model, name)]
+    return [name for name in names if not getattr(model, name)]
 
 
 def tensor_source(tensors: CheckpointTensors, name: str) -> Optional[LazyTensor]:
@@ -164,16 +164,17 @@ def has_distributed_state(common: Mapping[str, Any]) -> bool:
 
 
 def optimizer_parts(
-    source: MegatronCheckpoint, tensors: CheckpointTensors, config: RunConfig, weights: list[Weight]
-) -> tuple[dict[str, LazyTensor], Any]:
+    source: MegatronCheckpoint, tensors: CheckpointTensors, optimizer: OptimizerConfig, weights: list[Weight],
+    num_layers: int,
+) -> tuple[dict[str, LazyTensor], Any]:  # fmt: skip
     """Return the optimizer's tensors by name, and its plain values.
 
     Raises:
         CheckpointError: the layout of the state is not supported.
     """
-    if updates_matrices(config):
+    if updates_matrices(optimizer):
         raise CheckpointError(
-            f"{source.path} has the state of Megatron-LM's --optimizer {config.optimizer.optimizer}, in parts that "
+            f"{source.path} has the state of Megatron-LM's --optimizer {optimizer.optimizer}, in parts that "
             "depend on its layout: import the weights only (--no-load-optim)"
         )
     state = source.common["optimizer"]
@@ -181,19 +182,16 @@ def optimizer_parts(
     if kind == BUCKETS:
         num_stages, num_ranks, _ = source.layout
         layout = Layout(num_stages, source.argument("virtual_pipeline_model_parallel_size", 1), num_ranks)
-        assert config.model.num_layers is not None
-        return (
-            bucket_sources(source.path, tensors, weights, layout, config.model.num_layers),
-            common_optimizer_state(tensors),
-        )
+        sources = bucket_sources(source.path, tensors, weights, layout, num_layers)
+        return sources, common_optimizer_state(tensors)
     names = state_names(tensors)
     if kind not in (None, TENSORS) or not names:
         raise CheckpointError(
             f"{source.path} has optimizer state in the layout {kind}, which is not read. Load and save it once with "
             "Megatron-LM and --dist-ckpt-optim-fully-reshardable, or import the weights only (--no-load-optim)"
         )
-    sources = {name: tensor_source(tensors, name) for name in names}
-    return {name: each for name, each in sources.items() if each is not None}, state
+    found = {name: tensor_source(tensors, name) for name in names}
+    return {name: each for name, each in found.items() if each is not None}, state
 
 
 def state_names(tensors: CheckpointTensors) -> list[str]:

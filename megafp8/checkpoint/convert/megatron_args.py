@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from megafp8.config import attention_layers, dimensions, megatron_flags, stages
-from megafp8.config.schema import RunConfig
+from megafp8.config import attention_layers, derived, dimensions, megatron_flags, stages
+from megafp8.config.schema import ModelConfig, RunConfig
 from megafp8.config.schema.setting import DEPRECATED
 from megafp8.config.settings import Setting, all_settings, read_settings, settings_by_name, value_of
 from megafp8.errors import ConfigError
@@ -171,14 +171,13 @@ def as_setting(name: str, value: Any) -> Any:
     return int(value) if is_whole else value
 
 
-def unexpressed_settings(config: RunConfig) -> list[str]:
+def unexpressed_settings(model: ModelConfig) -> list[str]:
     """Return the settings of the model that Megatron-LM does not have or that are not converted, as flags."""
-    model = config.model
     problems = [
         f"{setting.as_flag(value)}: not converted to Megatron-LM"
         for setting in settings_by_name().values()
         if setting.section == "model" and setting.field not in (*SAME_NAMES["model"], *OTHER_NAMES)
-        and (value := value_of(config, setting.name)) != setting.default
+        and (value := getattr(model, setting.field)) != setting.default
         # GELU fused with a bias, Megatron-LM's default, is this approximation.
         and not (setting.field == "openai_gelu" and model.add_bias_linear)
     ]  # fmt: skip
@@ -220,6 +219,8 @@ def args_of_settings(config: RunConfig, values: Mapping[str, Any]) -> argparse.N
         "ffn_hidden_size": dimensions.ffn_hidden_size(model),
         "kv_channels": dimensions.kv_channels(model),
         "encoder_num_layers": model.num_layers,
+        "max_position_embeddings": model.max_position_embeddings or config.data.seq_length,
+        "params_dtype": DTYPES[derived.params_dtype(config.precision)],
         "encoder_seq_length": config.data.seq_length,
         "add_position_embedding": True,  # also with rotary embeddings: False only with --no-position-embedding
         "untie_embeddings_and_output_weights": not model.share_embeddings_and_output_weights,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megafp8.checkpoint.convert import safetensors_files
-from megafp8.checkpoint.convert.families import family_of_run
+from megafp8.checkpoint.convert.families import family_of_model
 from megafp8.checkpoint.convert.family import HFFamily
 from megafp8.checkpoint.convert.origin import GENERATION_FILE, Origin, origin_of, special_tokens
 from megafp8.checkpoint.convert.problems import shape_problems
@@ -27,7 +27,7 @@ from megafp8.checkpoint.standalone import CheckpointTensors
 from megafp8.checkpoint.state_dict import EMBEDDING
 from megafp8.checkpoint.writer import to_cpu
 from megafp8.config import derived, dimensions, mixture, multi_token, precision_map
-from megafp8.config.schema import RunConfig
+from megafp8.config.schema import DataConfig, ModelConfig, PrecisionConfig, RunConfig
 from megafp8.config.settings import from_json, with_values
 from megafp8.data.tokenizers.build import Tokenizer, build_trained_tokenizer
 from megafp8.errors import CheckpointError
@@ -116,17 +116,22 @@ def plan_export(source: Path, options: ExportOptions) -> Export:
     """
     path = find_source(source, options.step).path
     common = load_common_state(path)
-    config = resolved_config(from_json(common["config"]), options.tokenizer_files)
+    saved = from_json(common["config"])
     with load_errors(path):
         origin = origin_of(common)
-    depths = multi_token.num_depths(config.model)
+    depths = multi_token.num_depths(saved.model)
     if depths and not options.drops_mtp:
         raise CheckpointError(
             f"{path} has multi-token prediction (--mtp-num-layers {depths}), which is not converted: "
             "--drop-mtp-layers leaves its layers out; the main output does not use them"
         )
-    config = with_values(config, {"model.mtp_num_layers": None})
-    family, problems, notes = choose_family(config, options.model_type, origin)
+    # The number of positions is explicit, and the tokenizer's files have their current paths.
+    config = with_values(saved, {
+        "model.max_position_embeddings": saved.model.max_position_embeddings or saved.data.seq_length,
+        "model.mtp_num_layers": None, **{f"data.{name}": each for name, each in options.tokenizer_files.items()},
+    })  # fmt: skip
+    model, precision = config.model, config.precision
+    family, problems, notes = choose_family(model, options.model_type, origin)
     if config.overrides and not options.ignores_overrides:
         problems += [
             f"--override {each}: may make it another model; --ignore-overrides if it does not"
@@ -139,26 +144,27 @@ def plan_export(source: Path, options: ExportOptions) -> Export:
         raise CheckpointError(f"{path} cannot be expressed as a model of type {family.model_type}:\n{lines}")
     tensors = CheckpointTensors(path)
     has_tokenizer = derived.tokenizer_type(config.data) is not None
-    tokenizer = build_trained_tokenizer(config.data, config.model.vocab_size) if has_tokenizer else None
+    tokenizer = build_trained_tokenizer(config.data, model.vocab_size) if has_tokenizer else None
     files_to_copy(config.data)  # refuses a file here, before the weights are written
-    num_tokens, num_rows = num_model_tokens(config, tokenizer), tensors.locations[EMBEDDING].shape[0]
+    num_tokens, num_rows = num_model_tokens(model, config.data, tokenizer), tensors.locations[EMBEDDING].shape[0]
     if dimensions.padded_vocab_size(config, num_tokens) != num_rows:
         raise CheckpointError(
             f"the embedding in {path} has {num_rows} rows, which are no {num_tokens} tokens and their padding: "
             "--tokenizer-model names the tokenizer that it was trained with"
         )
-    table = family.tensor_table(config.model, num_tokens, num_rows)
+    table = family.tensor_table(model, num_tokens, num_rows)
     check_tensors(path, tensors, table, ignored="mtp." if depths else None)
-    dtype = DTYPES[options.dtype] if options.dtype else tensors.locations[EMBEDDING].dtype
-    notes += export_notes(config, options, tensors.locations[EMBEDDING].dtype, dtype, num_rows - num_tokens)
+    stored = tensors.locations[EMBEDDING].dtype
+    dtype = DTYPES[options.dtype] if options.dtype else stored
+    notes += export_notes(model, precision, config.data, options.quantizes, stored, dtype, num_rows - num_tokens)
     notes += [f"the {depths} layers of multi-token prediction are left out (--drop-mtp-layers)"] if depths else []
     token_ids, generation, more = special_tokens(origin, tokenizer, num_tokens)
     notes += more
-    fields = config_json(config, family, num_tokens, dtype) | token_ids
+    fields = config_json(model, precision, family, num_tokens, dtype) | token_ids
     forms: dict[str, WeightForm] = {}
     if options.quantizes:
-        recipe = options.fp8_recipe or safetensors_files.default_export_recipe(config.precision)
-        forms, more = quantized_weight_forms(config, table, recipe)
+        recipe = options.fp8_recipe or safetensors_files.default_export_recipe(precision)
+        forms, more = quantized_weight_forms(model, precision, table, recipe)
         excluded = [name.removesuffix(".weight") for row in table if row.is_linear and row.name not in forms
                 for name in row.hf_names]  # fmt: skip
         # transformers 5 has one name for the output layer of every family, the file may have another.
@@ -170,7 +176,7 @@ def plan_export(source: Path, options: ExportOptions) -> Export:
 
 
 def choose_family(
-    config: RunConfig, requested: Optional[str], origin: Optional[Origin]
+    model: ModelConfig, requested: Optional[str], origin: Optional[Origin]
 ) -> tuple[HFFamily, list[str], list[str]]:
     """Return the family to write, the features of the model that it does not support, and notes.
 
@@ -181,32 +187,22 @@ def choose_family(
         CheckpointError: there is no such family.
     """
     if requested is not None or origin is None:
-        return *family_of_run(config, requested), []
-    family, changes = family_of_run(config, origin.model_type)
+        return *family_of_model(model, requested), []
+    family, changes = family_of_model(model, origin.model_type)
     if not changes:
         return family, [], []
-    other, problems = family_of_run(config)
+    other, problems = family_of_model(model)
     note = f"the model came from a {origin.model_type} and is a {other.model_type} now, since its settings changed: "
     return other, problems, [note + "; ".join(changes)]
 
 
-def resolved_config(saved: RunConfig, tokenizer_files: Mapping[str, str]) -> RunConfig:
-    """Return the run's settings with the tokenizer's current paths and an explicit number of positions."""
-    positions = saved.model.max_position_embeddings or saved.data.seq_length
-    return dataclasses.replace(
-        saved,
-        model=dataclasses.replace(saved.model, max_position_embeddings=positions),
-        data=dataclasses.replace(saved.data, **dict[str, Any](tokenizer_files)),
-    )
-
-
-def num_model_tokens(config: RunConfig, tokenizer: Optional[Tokenizer]) -> int:
+def num_model_tokens(model: ModelConfig, data: DataConfig, tokenizer: Optional[Tokenizer]) -> int:
     """Return the vocabulary size without padding."""
     if tokenizer is not None:
-        return dimensions.vocabulary_size(config, tokenizer.vocab_size)
-    if config.model.vocab_size is None:
+        return dimensions.vocabulary_size(model, data, tokenizer.vocab_size)
+    if model.vocab_size is None:
         raise CheckpointError("the run has neither a tokenizer nor --vocab-size, so its padding is not known")
-    return config.model.vocab_size
+    return model.vocab_size
 
 
 def check_tensors(
@@ -231,29 +227,30 @@ def check_tensors(
         raise CheckpointError(f"{path} does not hold what its settings say:\n  " + "\n  ".join(sorted(problems)))
 
 
-def config_json(config: RunConfig, family: HFFamily, num_tokens: int, dtype: torch.dtype) -> dict[str, Any]:
+def config_json(
+    model: ModelConfig, precision: PrecisionConfig, family: HFFamily, num_tokens: int, dtype: torch.dtype
+) -> dict[str, Any]:
     """Return the content of config.json without special tokens."""
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         "torch_dtype": DTYPE_NAMES[dtype],
         "vocab_size": num_tokens,
-        **family.to_hf_config(config),
+        **family.to_hf_config(model, precision),
     }
 
 
 def quantized_weight_forms(
-    config: RunConfig, table: list[TensorMapping], recipe: str
+    model: ModelConfig, precision: PrecisionConfig, table: list[TensorMapping], recipe: str
 ) -> tuple[dict[str, WeightForm], list[str]]:
     """Return the form of each weight that is exported in FP8, by name in the checkpoint, and notes.
 
     Raises:
         CheckpointError: blocks do not divide a weight.
     """
-    precision = config.precision
     form = safetensors_files.weight_form(precision, recipe)
     block = form.rule.block
-    chosen = [row for row in table if row.is_linear and is_fp8_candidate(row.name, config)]
+    chosen = [row for row in table if row.is_linear and is_fp8_candidate(row.name, model, precision)]
     notes = []
     if block is not None and (uneven := safetensors_files.uneven_weights(chosen, block)):
         without_blocks = [name for name in registry.with_export_form() if registry.get(name).block_length is None]
@@ -273,14 +270,14 @@ def quantized_weight_forms(
     return {row.name: form for row in chosen}, notes
 
 
-def is_fp8_candidate(name: str, config: RunConfig) -> bool:
+def is_fp8_candidate(name: str, model: ModelConfig, precision: PrecisionConfig) -> bool:
     """Return whether a tensor is of a linear that the run quantized, or any layer's linear if it quantized none."""
     found = re.match(r"decoder\.(layers\.\d+\.).*?((?:shared_)?experts\.)?(linear_\w+)\.", name)
     if found is None:
         return False
     linear = f"{found[1]}{found[2] or ''}{found[3]}"
-    chosen = precision_map.resolve(config.model, config.precision)[linear]
-    return chosen.is_quantized or not precision_map.is_quantized(config.precision)
+    chosen = precision_map.resolve(model, precision)[linear]
+    return chosen.is_quantized or not precision_map.is_quantized(precision)
 
 
 def tensor_batch(
@@ -304,19 +301,20 @@ def tensor_batch(
 
 
 def export_notes(
-    config: RunConfig, options: ExportOptions, stored: torch.dtype, dtype: torch.dtype, num_padding: int
-) -> list[str]:
+    model: ModelConfig, precision: PrecisionConfig, data: DataConfig, quantizes: bool, stored: torch.dtype,
+    dtype: torch.dtype, num_padding: int,
+) -> list[str]:  # fmt: skip
     """Return what differs from the run's model, as text."""
     notes = []
     if num_padding:
         notes.append(f"{num_padding} padding rows of the vocabulary are left out")
     if stored == torch.float32 and dtype != stored:
         notes.append(f"FP32 weights are rounded to {DTYPE_NAMES[dtype]}")
-    notes += tokenizer_notes(config.data)
-    if mixture.is_mixture(config.model) and mixture.has_capacity(config.model):
+    notes += tokenizer_notes(data)
+    if mixture.is_mixture(model) and mixture.has_capacity(model):
         notes.append("the run dropped tokens above the capacity of an expert; there none is dropped")
-    recipes = precision_map.used_recipes(config.precision)
-    if recipes and not options.quantizes:
+    recipes = precision_map.used_recipes(precision)
+    if recipes and not quantizes:
         there = DTYPE_NAMES[dtype]
         notes.append(f"the run computed in {', '.join(recipes)}; there it computes in {there} by default")
     return notes

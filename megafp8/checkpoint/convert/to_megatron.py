@@ -7,7 +7,6 @@ arguments among them, the random states, and objects that Megatron-LM expects fo
 from __future__ import annotations
 
 import random
-from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import product
@@ -25,12 +24,9 @@ from megafp8.checkpoint.metadata import OPTIMIZER_PREFIX, check_readable, is_ext
 from megafp8.checkpoint.resume_point import find_source
 from megafp8.checkpoint.standalone import CheckpointParts, CheckpointTensors, write_files
 from megafp8.checkpoint.state_dict import EMBEDDING, content_metadata
-from megafp8.config import derived
 from megafp8.config.optimizers import updates_matrices
-from megafp8.config.schema import RunConfig
 from megafp8.config.settings import from_json
 from megafp8.errors import CheckpointError
-from megafp8.mcore.overrides import DTYPES
 from megafp8.optimizer.schedules import Schedule
 from megafp8.utils.integers import numpy_seed
 
@@ -85,10 +81,10 @@ def plan_megatron_export(source: Path, step: Optional[int], with_optimizer: bool
     path = find_source(source, step).path
     saved = load_common_state(path)
     config, tensors = from_json(saved["config"]), CheckpointTensors(path)
-    if problems := unexpressed_settings(config):
+    if problems := unexpressed_settings(config.model):
         raise CheckpointError(f"{path} cannot be expressed as a model of Megatron-LM:\n{format_problems(problems)}")
     with_optimizer = with_optimizer and "optimizer" in saved
-    if with_optimizer and updates_matrices(config):
+    if with_optimizer and updates_matrices(config.optimizer):
         raise CheckpointError(
             f"{path} has the state of --optimizer {config.optimizer.optimizer}, which Megatron-LM saves in parts that "
             "depend on the layout: export the weights only (--no-load-optim)"
@@ -116,7 +112,8 @@ def plan_megatron_export(source: Path, step: Optional[int], with_optimizer: bool
         notes.append("Megatron-LM has one random state for all data-parallel ranks: that of the first is written")
     if config.training.seed >= 2**32:
         notes.append(f"Megatron-LM has no --seed above {2**32 - 1:,}: give its run another one than the checkpoint's")
-    args = megatron_arguments(config, saved, tensors, with_optimizer, bool(random_objects))
+    ranks = config.parallel.context_parallel_size
+    args = args_of_settings(config, job_arguments(saved, tensors, ranks, with_optimizer, bool(random_objects)))
     common = {
         "args": args, "checkpoint_version": CHECKPOINT_VERSION, "iteration": saved["step"],
         "num_floating_point_operations_so_far": 0, "content_metadata": content_metadata(),
@@ -126,39 +123,37 @@ def plan_megatron_export(source: Path, step: Optional[int], with_optimizer: bool
         common["opt_param_scheduler"] = {
             name: value for name, value in saved["schedule"].items() if name not in Schedule.EXTRA_KEYS
         }
-    objects = random_objects | extra_states(config)
+    objects = random_objects | extra_states(config.model.num_layers or 0)
     return MegatronExport(common=common, sources=sources, objects=objects, path=path, step=saved["step"], notes=notes)
 
 
-def megatron_arguments(
-    config: RunConfig, saved: Mapping[str, Any], tensors: CheckpointTensors, with_optimizer: bool, with_random: bool
-) -> Namespace:
-    """Return the arguments of a Megatron-LM run that had saved this checkpoint."""
+def job_arguments(
+    saved: Mapping[str, Any], tensors: CheckpointTensors, context_ranks: int, with_optimizer: bool, with_random: bool
+) -> dict[str, Any]:
+    """Return the arguments that are no settings of a Megatron-LM run that had saved this checkpoint."""
     num_stages, num_ranks, num_replicas = saved["layout"]
-    return args_of_settings(
-        config,
-        {
-            "iteration": saved["step"],
-            "consumed_train_samples": saved["consumed_samples"],
-            "consumed_valid_samples": 0,
-            "skipped_train_samples": 0,
-            "padded_vocab_size": tensors.locations[EMBEDDING].shape[0],
-            "max_position_embeddings": config.model.max_position_embeddings or config.data.seq_length,
-            "params_dtype": DTYPES[derived.params_dtype(config.precision)],
-            "world_size": num_stages * num_ranks * num_replicas,
-            "data_parallel_size": num_replicas // config.parallel.context_parallel_size,
-            "tensor_model_parallel_size": num_ranks,
-            "pipeline_model_parallel_size": num_stages,
-            "use_distributed_optimizer": has_distributed_state(saved),
-            "no_save_optim": None if with_optimizer else True,
-            "no_save_rng": None if with_random else True,
-        },
-    )
+    return {
+        "iteration": saved["step"],
+        "consumed_train_samples": saved["consumed_samples"],
+        "consumed_valid_samples": 0,
+        "skipped_train_samples": 0,
+        "padded_vocab_size": tensors.locations[EMBEDDING].shape[0],
+        "world_size": num_stages * num_ranks * num_replicas,
+        "data_parallel_size": num_replicas // context_ranks,
+        "tensor_model_parallel_size": num_ranks,
+        "pipeline_model_parallel_size": num_stages,
+        "use_distributed_optimizer": has_distributed_state(saved),
+        "no_save_optim": None if with_optimizer else True,
+        "no_save_rng": None if with_random else True,
+    }
 
 
-def extra_states(config: RunConfig) -> dict[str, None]:
-    """Return the empty extra states that Megatron-LM expects, by name."""
-    count = config.model.num_layers or 0
+def extra_states(count: int) -> dict[str, None]:
+    """Return the empty extra states that Megatron-LM expects, by name.
+
+    Args:
+        count: layers.
+    """
     return {
         f"decoder.layers.{module}._extra_state/shard_{layer}_{count}": None
         for module, layer in product(MODULES_WITH_EXTRA_STATE, range(count))

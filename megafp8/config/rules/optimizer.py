@@ -102,7 +102,7 @@ def weight_decay_has_its_ends(config: RunConfig, world_size: int) -> Iterator[st
 def fixed_loss_scale_has_a_scaler(config: RunConfig, world_size: int) -> Iterator[str]:
     """megatron-core's FP32 optimizer without flat shards ignores the loss scale."""
     loss_scale, dtype = config.optimizer.loss_scale, derived.params_dtype(config.precision)
-    has_fp32_optimizer = config.parallel.use_distributed_optimizer is False or updates_matrices(config)
+    has_fp32_optimizer = config.parallel.use_distributed_optimizer is False or updates_matrices(config.optimizer)
     if loss_scale is not None and dtype == "fp32" and has_fp32_optimizer:
         yield (
             f"--loss-scale {loss_scale:g} has no effect on megatron-core's FP32 optimizer: give "
@@ -139,7 +139,7 @@ MUON_EXCLUDES = MappingProxyType(
 
 def muon_has_complete_matrices(config: RunConfig, world_size: int) -> Iterator[str]:
     """Settings that cut matrices, or that keep no FP32 weights to which Muon could add its update."""
-    if updates_matrices(config):
+    if updates_matrices(config.optimizer):
         yield from not_supported(config, "--optimizer muon", MUON_EXCLUDES)
 
 
@@ -166,7 +166,7 @@ def mup_has_its_scaling(config: RunConfig, world_size: int) -> Iterator[str]:
 def newton_schulz_steps_fit(config: RunConfig, world_size: int) -> Iterator[str]:
     """A set of coefficients has a polynomial for each step."""
     problem = steps_problem(config.optimizer)
-    if updates_matrices(config) and problem is not None:
+    if updates_matrices(config.optimizer) and problem is not None:
         yield problem
 
 

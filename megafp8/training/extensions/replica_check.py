@@ -124,7 +124,7 @@ def check_replicas(run: Run, step: int) -> None:
     Raises:
         NumericsError: on all ranks: replicas differ.
     """
-    finish_param_gather(run.config, run.training_state)
+    finish_param_gather(run.config.parallel, run.training_state)
     copies, hasher = replicas_of(run), BitHash(run.platform.device)
     hashes = hasher.of_all([copy.tensor for copy in copies])
     found = find_mismatches(gather_hashes(run, copies, hashes, hasher))

@@ -92,7 +92,7 @@ def roll_back(run: Run, sinks: Sinks, progress: Progress, error: NumericsError) 
     """
     training, step = run.config.training, progress.step + 1
     folders = checkpoint_folders(run.config)
-    finish_param_gather(run.config, run.training_state)
+    finish_param_gather(run.config.parallel, run.training_state)
     with_hashes = run.config.checkpoint.ckpt_verify == "hash"
     chosen = choose_rollback_checkpoint(
         *folders, step=step - training.spike_rollback_steps, history=progress.history, with_hashes=with_hashes

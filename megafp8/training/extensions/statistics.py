@@ -264,7 +264,7 @@ class StepStatistics:
     @torch.no_grad()
     def after_update(self) -> None:
         """Add the changes of weights and codes by the update to the table."""
-        finish_param_gather(self.run.config, self.run.training_state)
+        finish_param_gather(self.run.config.parallel, self.run.training_state)
         before, codes_before = self.weights_before, self.codes_before
         linears = {linear.name: linear for linear in self.linears}
         values = list(before.values())

@@ -127,7 +127,7 @@ def max_memory_bytes(run: Run) -> int:
 
 def params_norm(run: Run) -> float:
     """L2 norm of all weights of the model; all ranks call it. Of FP8 weights it is the norm of their master weights."""
-    finish_param_gather(run.config, run.training_state)
+    finish_param_gather(run.config.parallel, run.training_state)
     everywhere = [parameter for chunk in run.training_state.chunks for parameter in chunk.parameters()]
     weights = [
         parameter

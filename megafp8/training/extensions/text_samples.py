@@ -146,7 +146,7 @@ class ModelInTraining:
         sequence and of the vocabulary, else none."""
         run, chunks = self.run, self.run.training_state.chunks
         # The interleaved schedule needs a microbatch for each stage.
-        num_microbatches = microbatch_group_size(run.config) if len(chunks) > 1 else 1
+        num_microbatches = microbatch_group_size(run.config.parallel) if len(chunks) > 1 else 1
 
         def forward_step(batches: Any, model: torch.nn.Module) -> tuple[Tensor, Any]:
             output = model(batch["tokens"], batch["position_ids"], None)

@@ -13,6 +13,7 @@ from typing import Any, Optional
 
 from megafp8.config import dimensions, iterations, topology
 from megafp8.config.layer_backends import LayerBackend
+from megafp8.config.micro_batch_sizes import last_batch_size, possible_sizes, refused_sizes, with_size
 from megafp8.config.schema import RunConfig
 from megafp8.config.schema.setting import Role
 from megafp8.config.settings import settings_with, value_of
@@ -167,9 +168,10 @@ def search_sizes(
         ConfigError: no size fits.
     """
     limit_bytes = min(call_on_all_ranks(lambda: memory_limit(config, platform)))
-    sizes, ranks = micro_batch.possible_sizes(config, world_size()), world_size()
-    vocab_size = build_tokenizer(config.data, config.model.vocab_size).vocab_size
-    padded_vocab = dimensions.padded_vocab_size(config, dimensions.vocabulary_size(config, vocab_size))
+    sizes, ranks = possible_sizes(config, world_size()), world_size()
+    num_ids = build_tokenizer(config.data, config.model.vocab_size).vocab_size
+    vocab_size = dimensions.vocabulary_size(config.model, config.data, num_ids)
+    padded_vocab = dimensions.padded_vocab_size(config, vocab_size)
     is_gpu = platform.kind == "cuda"
     outside = non_torch_bytes(config, ranks) if is_gpu else max(call_on_all_ranks(resident_bytes))
     if is_gpu and limit_bytes <= outside:
@@ -215,7 +217,7 @@ def search_sizes(
         trials=(*trials.values(), *skipped),
     )  # fmt: skip
     if is_verbose:
-        num_microbatches = iterations.num_microbatches(micro_batch.with_size(config, size), ranks)
+        num_microbatches = iterations.num_microbatches(with_size(config, size), ranks)
         report(f"micro-batch size: {size}, {num_microbatches} microbatches per step")
     return choice
 
@@ -237,7 +239,7 @@ def memory_limit(config: RunConfig, platform: Platform) -> int:
 
 def introduction(config: RunConfig, sizes: list[int], limit_bytes: int, first: int) -> str:
     """Console lines before the search: the sizes to try, and each divisor that breaks a rule."""
-    batch, ranks = micro_batch.last_batch_size(config), world_size()
+    batch, ranks = last_batch_size(config), world_size()
     assert batch is not None
     source = "--global-batch-size" if config.training.global_batch_size else "the last global batch of"
     tried = (
@@ -245,7 +247,7 @@ def introduction(config: RunConfig, sizes: list[int], limit_bytes: int, first: i
         f"per data-parallel rank of {source} {batch} ({', '.join(map(str, sizes))}) within "
         f"{gib(limit_bytes)} GiB per rank, starting with {first}"
     )
-    return "\n".join([tried, *(f"micro-batch size: {line}" for line in micro_batch.refused_sizes(config, ranks))])
+    return "\n".join([tried, *(f"micro-batch size: {line}" for line in refused_sizes(config, ranks))])
 
 
 def as_trial(size: int, predicted: int, result: TrialResult) -> micro_batch.Trial:

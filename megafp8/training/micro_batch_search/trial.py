@@ -18,13 +18,13 @@ import torch.distributed as dist
 
 from megafp8.config import iterations
 from megafp8.config.layer_backends import LAYER_BACKENDS
+from megafp8.config.micro_batch_sizes import last_batch_size, with_constant_batch, with_size
 from megafp8.config.precision_schedule import parse_schedule
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 from megafp8.config.stages import microbatch_group_size
 from megafp8.device import platform as device_platform
 from megafp8.mcore import cpu_patches
-from megafp8.resources.micro_batch import last_batch_size, with_constant_batch, with_size
 from megafp8.training.micro_batch_search.messages import MEMORY_EXCEEDED_STATUS, TrialResult, TrialSetup
 from megafp8.utils.memory import is_out_of_memory
 from megafp8.utils.process import STOP_SIGNALS, set_worker_death_signal
@@ -97,7 +97,7 @@ class TrialRun:
         batch = last_batch_size(self.setup.config)
         assert batch is not None
         num_microbatches = batch // (size * self.run.rank_position.data_size)
-        least = min(num_microbatches, 2 * microbatch_group_size(self.run.config))
+        least = min(num_microbatches, 2 * microbatch_group_size(self.run.config.parallel))
         self.platform.reset_peak_memory()
         for number in reversed(self.kinds):
             for _ in range(WARM_UP_STEPS):
@@ -120,7 +120,7 @@ class TrialRun:
             least_s: time of a step with two groups of microbatches, one per pipeline stage by default, or with the
                 run's number if it is lower.
         """
-        group = microbatch_group_size(self.run.config)
+        group = microbatch_group_size(self.run.config.parallel)
         many = group * max(2, int(2 * TIMED_S / least_s))
         return (num_microbatches,) if many >= num_microbatches else (group * (many // group // 2), many)
 

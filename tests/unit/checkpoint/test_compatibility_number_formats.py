@@ -26,7 +26,8 @@ def config_of(text: str) -> RunConfig:
 
 def checked(before: str, now: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     monkeypatch.setattr(compatibility, "read_config", lambda path: config_of(before))
-    return check_number_formats(Path("iter_0000007"), config_of(now))
+    config = config_of(now)
+    return check_number_formats(Path("iter_0000007"), config.model, config.precision, config.checkpoint)
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,10 @@ def test_flags_have_megatron_lms_meaning_and_defaults() -> None:
 def test_state_is_shared_by_complete_weights() -> None:
     alone, shared = parsed("--optimizer muon").config, parsed("--optimizer muon --use-distributed-optimizer").config
     adam = parsed("--use-distributed-optimizer").config
-    assert [updates_matrices(config) for config in (alone, shared, adam)] == [True, True, False]
-    assert [is_layer_wise(config) for config in (alone, shared, adam)] == [False, True, False]
-    assert [has_flat_shards(config) for config in (alone, shared, adam)] == [False, False, True]
+    assert [updates_matrices(config.optimizer) for config in (alone, shared, adam)] == [True, True, False]
+    sections = [(config.optimizer, config.parallel) for config in (alone, shared, adam)]
+    assert [is_layer_wise(*each) for each in sections] == [False, True, False]
+    assert [has_flat_shards(*each) for each in sections] == [False, False, True]
     assert rules.setting_problems(shared, 2) == []
     fp8_weights = "--optimizer muon --use-distributed-optimizer --fp8-format hybrid --fp8-param-gather"
     assert rules.setting_problems(parsed(fp8_weights).config, 2) == []
@@ -44,7 +45,7 @@ def test_state_is_shared_by_complete_weights() -> None:
 
 def test_dist_muon_is_muon_with_shared_state() -> None:
     parsed_args = parsed("--optimizer dist_muon")
-    assert is_layer_wise(parsed_args.config)
+    assert is_layer_wise(parsed_args.config.optimizer, parsed_args.config.parallel)
     assert parsed_args.warnings == (
         "--optimizer dist_muon is read as --optimizer muon --use-distributed-optimizer",
     )  # fmt: skip

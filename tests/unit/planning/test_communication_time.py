@@ -75,7 +75,7 @@ def test_gradients_in_fp8():
 
     def sent(**changes):
         run = run_of({f"precision.{name}": value for name, value in changes.items()})
-        weights = parameters_on_stage(run.config, run.padded_vocab, 0)
+        weights = parameters_on_stage(run.sizes, 0)
         return [communication.reduced_bytes(run, 0, *weights, num_phases) for num_phases in (1, 2)]
 
     parameters, embedding, norms = 8_030_261_248, 128_256 * 4096, 65 * 4096

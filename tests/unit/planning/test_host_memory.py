@@ -4,6 +4,7 @@ import pytest
 
 from megafp8.config import dimensions
 from megafp8.config.checkpoint_size import FILES_PER_RANK, MAX_LAG_BYTES
+from megafp8.config.run_sizes import run_sizes
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 from megafp8.planning.host_memory import checkpoint_memory, largest_tensor_bytes
@@ -27,7 +28,7 @@ def memory_of(world_size=1, num_layers=200, **changes):
     """The memory, and the bytes of weights and of FP32 state that the rank writes."""
     names = {name.replace("__", "."): value for name, value in changes.items()}
     config = with_values(RunConfig(), MODEL | {"model.num_layers": num_layers} | names)
-    estimate = estimate_memory(config, world_size, VOCAB)
+    estimate = estimate_memory(run_sizes(config, world_size, VOCAB))
     memory = checkpoint_memory(config, world_size, VOCAB, estimate)
     return memory, 2 * estimate.parameters, 12 * estimate.parameters // world_size
 
@@ -42,7 +43,7 @@ def test_memory_to_resume_is_the_largest_saved_tensor():
 def test_a_rank_reads_whole_what_one_rank_of_another_layout_saved():
     saved = with_values(RunConfig(), MODEL | {"model.num_layers": 2})
     config = with_values(saved, {"parallel.tensor_model_parallel_size": 8})
-    estimate = estimate_memory(config, 8, VOCAB)
+    estimate = estimate_memory(run_sizes(config, 8, VOCAB))
     assert checkpoint_memory(config, 8, VOCAB, estimate).resume_bytes == 4 * VOCAB * 1024 // 8
     assert checkpoint_memory(config, 8, VOCAB, estimate, saved).resume_bytes == 4 * VOCAB * 1024
 

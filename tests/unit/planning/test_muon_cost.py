@@ -10,6 +10,7 @@ from plans import run_of
 from megafp8.config import model_shapes
 from megafp8.config.checkpoint_size import min_checkpoint_bytes
 from megafp8.config.model_shapes import PRESETS
+from megafp8.config.run_sizes import run_sizes
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 from megafp8.planning.communication import data_parallel_traffic
@@ -32,23 +33,31 @@ def config_of(preset: str = "llama3-8b", **changes: Any) -> RunConfig:
     return with_values(RunConfig(), PRESETS[preset] | RUN | names)
 
 
+def flops_of(config: RunConfig, ranks: int = 1) -> float:
+    return newton_schulz_flops(config, run_sizes(config, ranks, VOCABULARY), 0)
+
+
+def lines_of(config: RunConfig) -> list[str]:
+    return newton_schulz_lines(config, run_sizes(config, 4, VOCABULARY))
+
+
 def test_the_flops_of_a_layer_are_those_of_the_document() -> None:
     config = config_of()
-    assert {shape for shape, _, _ in matrices_on_rank(config, 0)} == SHAPES
+    assert {shape for shape, _, _ in matrices_on_rank(config, run_sizes(config, 1, VOCABULARY), 0)} == SHAPES
     square, key, up, down = 30 * 4096**3, 5 * (4 * 1024**2 * 4096 + 2 * 1024**3), 1.0307921510e13, 5.497558139e12
-    assert newton_schulz_flops(config, 0) == pytest.approx(32 * (2 * square + 2 * key + up + down), rel=1e-9)
-    assert newton_schulz_flops(config, 0) / 32 == pytest.approx(20.1e12, rel=2e-3)
-    assert newton_schulz_lines(config, 4)[0].endswith(
+    assert flops_of(config) == pytest.approx(32 * (2 * square + 2 * key + up + down), rel=1e-9)
+    assert flops_of(config) / 32 == pytest.approx(20.1e12, rel=2e-3)
+    assert lines_of(config)[0].endswith(
         "192 matrices on the first stage, 643.901 TFLOP of Newton-Schulz a step, on each rank"
     )
-    assert newton_schulz_lines(config_of(parallel__use_distributed_optimizer=True), 4)[0].endswith("divided by 4 ranks")
-    assert newton_schulz_lines(with_values(config, {"optimizer.optimizer": "adam"}), 4) == []
+    assert lines_of(config_of(parallel__use_distributed_optimizer=True))[0].endswith("divided by 4 ranks")
+    assert lines_of(with_values(config, {"optimizer.optimizer": "adam"})) == []
 
 
 def test_tensor_parallel_ranks_repeat_or_divide_the_work() -> None:
-    one = newton_schulz_flops(config_of(), 0)
+    one = flops_of(config_of())
     two = {
-        mode: newton_schulz_flops(config_of(parallel__tensor_model_parallel_size=2, optimizer__muon_tp_mode=mode), 0)
+        mode: flops_of(config_of(parallel__tensor_model_parallel_size=2, optimizer__muon_tp_mode=mode), 2)
         for mode in ("duplicated", "distributed", "blockwise")
     }
     assert two["duplicated"] == one
@@ -57,7 +66,8 @@ def test_tensor_parallel_ranks_repeat_or_divide_the_work() -> None:
 
 def test_experts_are_matrices_of_their_own() -> None:
     config = config_of("mixtral-8x7b", parallel__expert_model_parallel_size=4)
-    experts = {shape: count for shape, count, _ in matrices_on_rank(config, 0)}
+    sizes = run_sizes(config, 4, VOCABULARY)
+    experts = {shape: count for shape, count, _ in matrices_on_rank(config, sizes, 0)}
     assert experts[28_672, 4096] == experts[14_336, 4096] == 32 * 8 // 4
     assert len(experts) == len(SHAPES)
 
@@ -66,8 +76,8 @@ def test_state_has_one_moment_of_a_matrix() -> None:
     count = model_shapes.count_parameters(config_of().model, VOCABULARY)
     matrices = count.num_layers * (count.attention_weights_per_layer + count.mlp_weights_per_layer)
     others = count.total - matrices
-    assert estimate_memory(config_of(), 1, VOCABULARY).optimizer_bytes == 8 * matrices + 12 * others
-    fp32 = estimate_memory(config_of(precision__bf16=False), 1, VOCABULARY)
+    assert estimate_memory(run_sizes(config_of(), 1, VOCABULARY)).optimizer_bytes == 8 * matrices + 12 * others
+    fp32 = estimate_memory(run_sizes(config_of(precision__bf16=False), 1, VOCABULARY))
     assert fp32.optimizer_bytes == 4 * matrices + 8 * others
     assert min_checkpoint_bytes(config_of(), VOCABULARY) == 10 * count.total
     assert min_checkpoint_bytes(config_of(optimizer__ema_decay=0.999), VOCABULARY) == 14 * count.total
@@ -75,7 +85,9 @@ def test_state_has_one_moment_of_a_matrix() -> None:
 
 def test_shared_state_is_divided_down_to_the_largest_weight() -> None:
     def bytes_on(ranks: int) -> int:
-        return estimate_memory(config_of(parallel__use_distributed_optimizer=True), ranks, VOCABULARY).optimizer_bytes
+        return estimate_memory(
+            run_sizes(config_of(parallel__use_distributed_optimizer=True), ranks, VOCABULARY)
+        ).optimizer_bytes
 
     whole, embedding = bytes_on(1), 12 * VOCABULARY * 4096
     assert bytes_on(4) == -(-whole // 4)
@@ -116,7 +128,9 @@ def test_fp8_weights_are_sent_and_kept_as_codes() -> None:
     sent = [data_parallel_traffic(run_of(RUN | changes, gpus=8), 0) for changes in (layer_wise, codes)]
     assert sent[0].gather_bytes - sent[1].gather_bytes == pytest.approx(matrices * 7 / 8, rel=1e-3)
     assert sent[0].reduce_bytes == sent[1].reduce_bytes
-    kept = [estimate_memory(with_values(config_of(), changes), 8, VOCABULARY) for changes in (layer_wise, codes)]
+    kept = [
+        estimate_memory(run_sizes(with_values(config_of(), changes), 8, VOCABULARY)) for changes in (layer_wise, codes)
+    ]
     assert kept[1].weights_bytes == 2 * count.total
     assert kept[0].weights_bytes + kept[0].fp8_copies_bytes - kept[1].weights_bytes == 2 * matrices
     assert kept[0].optimizer_bytes == kept[1].optimizer_bytes

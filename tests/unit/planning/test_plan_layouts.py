@@ -32,8 +32,8 @@ def test_every_layout_breaks_no_rule_and_uses_every_gpu(eight):
     for layout in eight.layouts:
         run = layout.run
         assert rules.setting_problems(run.config, 8) == []
-        assert run.tensor * run.context * run.pipeline * run.data == 8
-        assert run.config.parallel.sequence_parallel == (run.tensor > 1)
+        assert run.sizes.tensor * run.context * run.pipeline * run.data == 8
+        assert run.config.parallel.sequence_parallel == (run.sizes.tensor > 1)
 
 
 def test_the_fastest_comes_first_and_fits(eight):
@@ -46,7 +46,7 @@ def test_the_fastest_comes_first_and_fits(eight):
 
 def test_every_kind_of_splitting_is_tried(eight):
     runs = [layout.run for layout in eight.layouts]
-    assert {run.tensor for run in runs} == {1, 2, 4, 8}
+    assert {run.sizes.tensor for run in runs} == {1, 2, 4, 8}
     assert {run.pipeline for run in runs} == {1, 2, 4, 8}
     assert {run.chunks for run in runs if run.pipeline == 4} == {1, 2, 4, 8}
     assert {run.context for run in runs} == {1, 2, 4, 8}
@@ -58,7 +58,7 @@ def test_given_settings_are_kept():
     given = (layouts.TENSOR, layouts.MICRO, layouts.GRANULARITY)
     found = search({layouts.TENSOR: 2, layouts.MICRO: 2}, given=given)
     for layout in found.layouts:
-        assert (layout.run.tensor, layout.run.config.training.micro_batch_size) == (2, 2)
+        assert (layout.run.sizes.tensor, layout.run.config.training.micro_batch_size) == (2, 2)
         assert layout.run.config.training.recompute_granularity is None
 
 

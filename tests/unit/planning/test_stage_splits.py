@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from megafp8.config import flags, rules, stages
+from megafp8.config import flags, rules, stages, topology
+from megafp8.config.run_sizes import run_sizes
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 from megafp8.device.gpus import GPUS
@@ -55,7 +56,7 @@ def test_proposals_violate_no_rule(num_layers: int, pipeline: int) -> None:
         assert is_uneven == bool(num_layers % pipeline)
         interleaving = [text for text in problems if "microbatches" not in text]
         assert not interleaving
-        sizes = [stages.num_layers_on(chosen, stage) for stage in range(pipeline)]
+        sizes = [sum(map(len, chunks)) for chunks in stages.stage_layers(chosen)]
         assert sum(sizes) == num_layers and len(set(sizes[1:-1])) <= 1
         assert max(sizes) == -(-num_layers // pipeline)
 
@@ -81,15 +82,15 @@ def test_given_splits_are_kept() -> None:
 def test_both_spellings_of_a_split_are_planned_alike() -> None:
     ends, split = run_of(ENDS), run_of(SPLIT)
     assert step_time(ends) == step_time(split)
-    assert estimate_stages(ends.config, 1024, PADDED_VOCAB) == estimate_stages(split.config, 1024, PADDED_VOCAB)
+    assert estimate_stages(ends.sizes) == estimate_stages(split.sizes)
 
 
 def test_parameters_of_uneven_stages_are_those_of_the_model() -> None:
     """The sum over stages equals the sum over even stages of a model with the same layers."""
 
     def total(config: RunConfig) -> int:
-        count = config.parallel.pipeline_model_parallel_size
-        return sum(sum(parameters_on_stage(config, PADDED_VOCAB, stage)) for stage in range(count))
+        sizes = run_sizes(config, topology.model_parallel_size(config), PADDED_VOCAB)
+        return sum(sum(parameters_on_stage(sizes, stage)) for stage in range(len(sizes.layers)))
 
     even = with_values(config_of(SPLIT), {
         "parallel.pipeline_model_parallel_size": 14, "parallel.account_for_embedding_in_pipeline_split": False,
@@ -101,10 +102,10 @@ def test_parameters_of_uneven_stages_are_those_of_the_model() -> None:
 def test_a_larger_inner_stage_may_need_the_most_memory() -> None:
     """Stage 1 has more layers than stage 0 and nearly as many microbatches in flight."""
     config = config_of("--decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 12")
-    estimates = estimate_stages(config, 1024, PADDED_VOCAB)
+    estimates = estimate_stages(run_sizes(config, 1024, PADDED_VOCAB))
     assert [estimate.stage for estimate in estimates] == [0, 1, 15]
     assert max(estimates, key=lambda estimate: estimate.total_bytes).stage == 1
-    every = [estimate_memory(config, 1024, PADDED_VOCAB, stage=stage).total_bytes for stage in range(16)]
+    every = [estimate_memory(run_sizes(config, 1024, PADDED_VOCAB), stage=stage).total_bytes for stage in range(16)]
     assert max(every) == max(estimate.total_bytes for estimate in estimates)
 
 
@@ -119,8 +120,8 @@ def test_the_bubble_is_the_time_of_all_other_stages() -> None:
 def test_a_stage_without_layers_is_planned() -> None:
     text = "--pipeline-model-parallel-layout " + "E|" + "t*9|" * 14 + "L"
     run = run_of(text)
-    assert parameters_on_stage(run.config, PADDED_VOCAB, 15)[0] == 0
-    assert estimate_memory(run.config, 1024, PADDED_VOCAB, stage=0).activations_bytes == 0
+    assert parameters_on_stage(run.sizes, 15)[0] == 0
+    assert estimate_memory(run_sizes(run.config, 1024, PADDED_VOCAB), stage=0).activations_bytes == 0
     assert step_time(run).seconds > 0
 
 

@@ -10,6 +10,7 @@ from automatic_runs import DELAYED, MIXTURE, MODEL, chosen, validated
 
 from megafp8.config import flags
 from megafp8.config.layer_backends import EMULATED, TRANSFORMER_ENGINE, LayerBackend
+from megafp8.config.run_sizes import run_sizes
 from megafp8.device import capability
 from megafp8.device.gpus import GPUS
 from megafp8.resources import automatic
@@ -63,7 +64,7 @@ def test_a_mixture_is_a_graph_where_its_experts_run_in_one_launch_and_memory_is_
     assert chosen(f"{mixture} --moe-expert-kernels te")["--cuda-graph-impl"] == "none"
     assert chosen(f"{mixture} --expert-model-parallel-size 2", world_size=2)["--cuda-graph-impl"] == "none"
     config = validated(mixture).invocation.config
-    needed = max(each.total_bytes for each in automatic.estimate_stages(config, 1, 50_304))
+    needed = max(each.total_bytes for each in automatic.estimate_stages(run_sizes(config, 1, 50_304)))
     needed += automatic.non_torch_bytes(config, 1)
     gpu = GPUS["h200"]
     assert gpu is not None

@@ -9,11 +9,11 @@ import pytest
 from automatic_runs import BETA2, DELAYED, validated
 
 from megafp8.config import settings
+from megafp8.config.micro_batch_sizes import is_auto
 from megafp8.config.schema import RunConfig
 from megafp8.device.platform import detect_platform
 from megafp8.errors import ConfigError
 from megafp8.resilience.watchdog import Watchdog
-from megafp8.resources.micro_batch import is_auto
 from megafp8.training import checks, pretrain
 from megafp8.training.checks import ValidatedRun
 
@@ -81,7 +81,7 @@ def test_a_resumed_run_keeps_the_form_of_its_checkpoint(is_sharded: bool, monkey
 def test_trials_are_launched_and_a_signal_leaves_no_size(monkeypatch: pytest.MonkeyPatch) -> None:
     stopped = after_search(monkeypatch, DELAYED, "h200", 1, size=None)
     assert stopped == validated(f"{DELAYED} {AUTO}")
-    assert is_auto(stopped.invocation.config) and graph_of(stopped.invocation.config) == "none"
+    assert is_auto(stopped.invocation.config.training) and graph_of(stopped.invocation.config) == "none"
 
 
 def test_what_the_choices_of_a_size_break_is_refused_before_the_search() -> None:

@@ -3,6 +3,7 @@
 import pytest
 
 from megafp8.config.model_shapes import PRESETS
+from megafp8.config.run_sizes import run_sizes
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 from megafp8.resources.memory import MemoryEstimate, estimate_memory
@@ -14,7 +15,7 @@ VOCABULARY = 32768
 
 def estimate(**parallel: object) -> MemoryEstimate:
     config = with_values(RunConfig(), RUN | {f"parallel.{name}": value for name, value in parallel.items()})
-    return estimate_memory(config, 8, VOCABULARY)
+    return estimate_memory(run_sizes(config, 8, VOCABULARY))
 
 
 @pytest.mark.parametrize("part", ["weights_bytes", "gradients_bytes", "optimizer_bytes"])
@@ -43,7 +44,9 @@ def test_ranks_that_gather_codes_keep_rows_in_bf16_and_codes_of_them() -> None:
     codes = RUN | {"parallel.use_torch_fsdp2": True, "precision.fp8_format": "hybrid"}
     codes |= {"precision.fp8_recipe": "tensorwise"}
     bf16, fp8 = (
-        estimate_memory(with_values(RunConfig(), codes | {"precision.fp8_param_gather": value}), 8, VOCABULARY)
+        estimate_memory(
+            run_sizes(with_values(RunConfig(), codes | {"precision.fp8_param_gather": value}), 8, VOCABULARY)
+        )
         for value in (False, True)
     )
     layers = fp8.parameters - 2 * VOCABULARY * PRESETS["llama-1b"]["model.hidden_size"]
@@ -69,7 +72,7 @@ def test_errors_of_fp8_gradients_are_those_of_sent_codes(more: dict, num_bytes: 
     """Of all gradients where ranks of a replica send codes, and of a rank's rows between two replicas of four."""
     codes = {"parallel.use_torch_fsdp2": True, "precision.grad_reduce_in_fp8": True} | more
     plain, fed_back = (
-        estimate_memory(with_values(RunConfig(), RUN | codes | each), 8, VOCABULARY)
+        estimate_memory(run_sizes(with_values(RunConfig(), RUN | codes | each), 8, VOCABULARY))
         for each in ({}, {"precision.grad_reduce_fp8_error_feedback": True})
     )
     assert fed_back.total_bytes - plain.total_bytes == num_bytes * plain.parameters

@@ -5,6 +5,7 @@ import pytest
 from megafp8.config import dimensions, model_shapes
 from megafp8.config.layer_backends import EMULATED, TRANSFORMER_ENGINE
 from megafp8.config.model_shapes import PRESETS
+from megafp8.config.run_sizes import run_sizes
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 from megafp8.resources.memory import (
@@ -41,29 +42,29 @@ def config_of(**changes):
 
 
 def test_activations_of_a_layer_match_the_paper():
-    assert layer_activations(config_of()).total == SBH * (34 + SCORES)
+    assert layer_activations(run_sizes(config_of(), 8, 1024)).total == SBH * (34 + SCORES)
 
 
 def test_activations_with_tensor_parallelism_match_the_paper():
     config = config_of(parallel__tensor_model_parallel_size=4)
-    assert layer_activations(config).total == SBH * (10 + 24 / 4 + SCORES / 4)
+    assert layer_activations(run_sizes(config, 8, 1024)).total == SBH * (10 + 24 / 4 + SCORES / 4)
 
 
 def test_activations_with_sequence_parallelism_match_the_paper():
     config = config_of(parallel__tensor_model_parallel_size=4, parallel__sequence_parallel=True)
-    assert layer_activations(config).total == SBH / 4 * (34 + SCORES)
+    assert layer_activations(run_sizes(config, 8, 1024)).total == SBH / 4 * (34 + SCORES)
 
 
 def test_selective_recompute_matches_the_paper():
-    layer = layer_activations(config_of())
+    layer = layer_activations(run_sizes(config_of(), 8, 1024))
     assert layer.after_selective_recompute(("core_attn",)) == SBH * 34
 
 
 def test_saved_activations_are_codes_and_scales():
     """17/16 bytes in place of 2, for the inputs of the norms and of the activation function."""
-    plain = layer_activations(config_of())
-    norm = layer_activations(config_of(precision__fp8_saved_activations=("norm",)))
-    both = layer_activations(config_of(precision__fp8_saved_activations=("norm", "activation")))
+    plain = layer_activations(run_sizes(config_of(), 8, 1024))
+    norm = layer_activations(run_sizes(config_of(precision__fp8_saved_activations=("norm",)), 8, 1024))
+    both = layer_activations(run_sizes(config_of(precision__fp8_saved_activations=("norm", "activation")), 8, 1024))
     assert plain.total - norm.total == plain.residual_stream - norm.residual_stream == 2 * SBH * 15 / 16
     assert norm.total - both.total == norm.mlp - both.mlp == 4 * SBH * 15 / 16
 
@@ -71,7 +72,7 @@ def test_saved_activations_are_codes_and_scales():
 def test_an_unpacked_activation_exists_in_the_backward_pass():
     stage = {"parallel__pipeline_model_parallel_size": 2, "model__num_layers": 8}
     plain, packed = (
-        estimate_memory(config_of(**stage, precision__fp8_saved_activations=parts), 2, 1024)
+        estimate_memory(run_sizes(config_of(**stage, precision__fp8_saved_activations=parts), 2, 1024))
         for parts in ((), ("activation",))
     )
     assert packed.buffers_bytes - plain.buffers_bytes == 2 * 4 * SBH
@@ -84,11 +85,11 @@ def test_full_recompute_keeps_the_input_of_each_layer():
         training__recompute_num_layers=1,
         model__hidden_dropout=0.0,
     )
-    layer = layer_activations(config)
+    layer = layer_activations(run_sizes(config, 8, 1024))
     assert layer.layer_input == 2 * SBH
-    assert estimate_memory(config, 1, 1024).activations_bytes == 8 * 2 * SBH + layer.total
+    assert estimate_memory(run_sizes(config, 1, 1024)).activations_bytes == 8 * 2 * SBH + layer.total
     in_block = with_values(config, {"training.recompute_method": "block", "training.recompute_num_layers": 8})
-    assert estimate_memory(in_block, 1, 1024).activations_bytes == 8 * 2 * SBH + layer.total
+    assert estimate_memory(run_sizes(in_block, 1, 1024)).activations_bytes == 8 * 2 * SBH + layer.total
 
 
 def test_keys_that_ranks_gather_are_saved_up_to_the_end_of_each_piece():
@@ -96,7 +97,7 @@ def test_keys_that_ranks_gather_are_saved_up_to_the_end_of_each_piece():
         config = config_of(
             data__reset_attention_mask=True, parallel__context_parallel_size=4, parallel__cp_comm_type=kind
         )
-        return layer_activations(config, implementation=implementation).attention
+        return layer_activations(run_sizes(config, 8, 1024), implementation=implementation).attention
 
     own = 2 * 2 * SBH / 4  # keys and values of a rank's two of eight pieces; of a rank with pieces 1 and 6, 2 + 7
     assert attention("allgather") - attention("a2a") == own / 2 * 9 - own
@@ -104,7 +105,7 @@ def test_keys_that_ranks_gather_are_saved_up_to_the_end_of_each_piece():
 
 
 def test_flash_attention_saves_no_score_matrix():
-    flash = layer_activations(config_of(precision__attention_backend="flash"))
+    flash = layer_activations(run_sizes(config_of(precision__attention_backend="flash"), 8, 1024))
     assert flash.core_attention == 128 * 4 * 8 * 4
 
 
@@ -124,12 +125,12 @@ def test_layers_in_flight(stages, chunks, stage, layers):
     config = config_of(
         parallel__pipeline_model_parallel_size=stages, parallel__num_virtual_stages_per_pipeline_rank=chunks
     )
-    assert layers_in_flight(config, stages, stage) == layers
+    assert layers_in_flight(run_sizes(config, stages, 1024), stage) == layers
 
 
 def test_few_microbatches_limit_the_layers_in_flight():
     config = config_of(parallel__pipeline_model_parallel_size=4, training__global_batch_size=8)
-    assert layers_in_flight(config, 4, 0) == 2 * 2
+    assert layers_in_flight(run_sizes(config, 4, 1024), 0) == 2 * 2
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -140,7 +141,7 @@ def test_parameters_of_all_ranks_add_up_to_the_model(tensor, stages, tied):
         parallel__pipeline_model_parallel_size=stages,
         model__share_embeddings_and_output_weights=tied,
     )
-    held = sum(sum(parameters_on_stage(config, 1024, stage)) for stage in range(stages))
+    held = sum(sum(parameters_on_stage(run_sizes(config, tensor * stages, 1024), stage)) for stage in range(stages))
     count = model_shapes.count_parameters(config.model, 1024)
     split = (
         count.num_layers
@@ -153,12 +154,12 @@ def test_parameters_of_all_ranks_add_up_to_the_model(tensor, stages, tied):
 
 
 def test_optimizer_is_sharded_over_data_and_context_ranks():
-    whole = estimate_memory(config_of(), 4, 1024)
+    whole = estimate_memory(run_sizes(config_of(), 4, 1024))
     assert whole.weights_bytes == 2 * whole.parameters
     assert whole.gradients_bytes == 4 * whole.parameters
     assert whole.optimizer_bytes == 12 * whole.parameters
     sharded = config_of(parallel__use_distributed_optimizer=True, parallel__context_parallel_size=2)
-    assert estimate_memory(sharded, 4, 1024).optimizer_bytes == whole.optimizer_bytes // 4
+    assert estimate_memory(run_sizes(sharded, 4, 1024)).optimizer_bytes == whole.optimizer_bytes // 4
 
 
 @pytest.mark.parametrize(
@@ -180,7 +181,7 @@ def test_optimizer_is_sharded_over_data_and_context_ranks():
     ],
 )
 def test_bytes_per_parameter(changes, bytes_per_parameter):
-    estimate = estimate_memory(config_of(**changes), 1, 1024)
+    estimate = estimate_memory(run_sizes(config_of(**changes), 1, 1024))
     parts = estimate.weights_bytes + estimate.gradients_bytes + estimate.optimizer_bytes
     assert parts == bytes_per_parameter * estimate.parameters
 
@@ -188,14 +189,15 @@ def test_bytes_per_parameter(changes, bytes_per_parameter):
 def test_fp8_halves_saved_inputs_and_keeps_copies_of_weights():
     plain = config_of(precision__attention_backend="flash")
     fp8 = with_values(plain, {"precision.fp8_format": "hybrid"})
-    assert layer_activations(fp8).norm_outputs * 2 == layer_activations(plain).norm_outputs
+    saved = [layer_activations(run_sizes(each, 8, 1024)).norm_outputs for each in (fp8, plain)]
+    assert saved[0] * 2 == saved[1]
     without_wgrad = with_values(fp8, {"precision.fp8_wgrad": False})
-    assert layer_activations(without_wgrad) == layer_activations(plain)
-    quantizable, other = parameters_on_stage(fp8, 1024, 0)
-    assert estimate_memory(fp8, 1, 1024).fp8_copies_bytes == 2 * quantizable
-    assert estimate_memory(fp8, 1, 1024, implementation=EMULATED).fp8_copies_bytes == quantizable
+    assert layer_activations(run_sizes(without_wgrad, 8, 1024)) == layer_activations(run_sizes(plain, 8, 1024))
+    quantizable, other = parameters_on_stage(run_sizes(fp8, 1, 1024), 0)
+    assert estimate_memory(run_sizes(fp8, 1, 1024)).fp8_copies_bytes == 2 * quantizable
+    assert estimate_memory(run_sizes(fp8, 1, 1024), implementation=EMULATED).fp8_copies_bytes == quantizable
     gather = with_values(fp8, {"precision.fp8_param_gather": True})
-    gathered, emulated = (estimate_memory(gather, 1, 1024, implementation=name) for name in IMPLEMENTATIONS)
+    gathered, emulated = (estimate_memory(run_sizes(gather, 1, 1024), implementation=name) for name in IMPLEMENTATIONS)
     assert (gathered.weights_bytes, gathered.fp8_copies_bytes) == (2 * quantizable + 2 * other, 0)
     assert (emulated.weights_bytes, emulated.fp8_copies_bytes) == (quantizable + 2 * other, 0)
 
@@ -209,17 +211,17 @@ def test_layers_in_high_precision_have_no_copies(stages, stage, excluded):
         precision__num_layers_at_end_in_bf16=2,
     )
     layers = 8 // stages
-    quantizable, _ = parameters_on_stage(config, 1024, stage)
-    estimate = estimate_memory(config, stages, 1024, stage=stage, implementation=EMULATED)
+    quantizable, _ = parameters_on_stage(run_sizes(config, stages, 1024), stage)
+    estimate = estimate_memory(run_sizes(config, stages, 1024), stage=stage, implementation=EMULATED)
     assert estimate.fp8_copies_bytes == quantizable * (layers - excluded) // layers
 
 
 def test_memory_of_first_and_last_pipeline_stages():
     config = config_of(parallel__pipeline_model_parallel_size=4)
-    first, last = estimate_stages(config, 4, 1024)
+    first, last = estimate_stages(run_sizes(config, 4, 1024))
     assert first.logits_bytes == 0 < last.logits_bytes
     assert first.activations_bytes > last.activations_bytes
-    assert len(estimate_stages(config_of(), 1, 1024)) == 1
+    assert len(estimate_stages(run_sizes(config_of(), 1, 1024))) == 1
     assert sum(first.parts().values()) == first.total_bytes
 
 
@@ -252,12 +254,12 @@ def test_measured_peaks(shape, fp8, measured_gib):
         "precision.cross_entropy_fusion_impl": "te",
     }
     config = with_values(RunConfig(), PRESETS["llama-1b"] | shape | common | fp8)
-    estimate = estimate_memory(config, 1, dimensions.padded_vocab_size(config, 50_304))
+    estimate = estimate_memory(run_sizes(config, 1, dimensions.padded_vocab_size(config, 50_304)))
     assert estimate.total_bytes / GIB == pytest.approx(measured_gib, rel=0.005)
 
 
 def test_a_stage_without_logits_holds_the_gradients_of_a_layer():
-    first, last = estimate_stages(config_of(parallel__pipeline_model_parallel_size=4), 4, 1024)
+    first, last = estimate_stages(run_sizes(config_of(parallel__pipeline_model_parallel_size=4), 4, 1024))
     assert first.buffers_bytes == 2 * 128 * 4 * (2 * 256 + 2 * 1024)
     assert last.buffers_bytes == max(0, first.buffers_bytes - last.logits_bytes)
 
@@ -265,14 +267,14 @@ def test_a_stage_without_logits_holds_the_gradients_of_a_layer():
 def test_eager_steps_beside_a_graph_have_their_own_memory():
     def beside(**changes):
         config = config_of(**changes)
-        estimate = estimate_memory(config, 1, 1024)
-        return cuda_graph_memory_bytes(config, estimate), estimate
+        estimate = estimate_memory(run_sizes(config, 1, 1024))
+        return cuda_graph_memory_bytes(run_sizes(config, 1, 1024), estimate), estimate
 
     graph = {"training__cuda_graph_impl": "local"}
     looked, estimate = beside(**graph, logging__fp8_log_interval=100)
     assert looked == estimate.total_bytes - estimate.weights_bytes - estimate.gradients_bytes - estimate.optimizer_bytes
     validated, estimate = beside(**graph)
-    assert validated == estimate.logits_bytes + layer_activations(config_of()).total < looked
+    assert validated == estimate.logits_bytes + layer_activations(run_sizes(config_of(), 8, 1024)).total < looked
     assert beside(**graph, training__eval_iters=0)[0] == beside(logging__fp8_log_interval=100)[0] == 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megafp8.config import flags
+from megafp8.config.run_sizes import run_sizes
 from megafp8.device.gpus import GPUS
 from megafp8.resources.automatic import with_choices
 from megafp8.resources.memory import MemoryEstimate, estimate_memory
@@ -17,7 +18,7 @@ O3 = f"{STATE} --fp8-param-gather --main-params-dtype fp16 --main-grads-dtype bf
 def estimate(model: str, extra: str, padded_vocab: int) -> MemoryEstimate:
     words = f"{model} --bf16 --fp8-format hybrid --fp8-recipe delayed --global-batch-size 8 {extra}"
     config = flags.parse_with_problems(words.split())[0].config
-    return estimate_memory(with_choices(config, GPUS["h100"], 1), 1, padded_vocab)
+    return estimate_memory(run_sizes(with_choices(config, GPUS["h100"], 1), 1, padded_vocab))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def test_a_moving_average_takes_its_dtype_for_each_weight_of_the_shard(optimizer
     )
 
     def on_4_ranks(extra: str) -> MemoryEstimate:
-        return estimate_memory(flags.parse_with_problems(f"{model} {extra}".split())[0].config, 4, 50304)
+        return estimate_memory(run_sizes(flags.parse_with_problems(f"{model} {extra}".split())[0].config, 4, 50304))
 
     with_mean, without = on_4_ranks(f"--ema-decay 0.999 --ema-dtype {dtype}"), on_4_ranks("")
     added = with_mean.optimizer_bytes - without.optimizer_bytes

@@ -12,7 +12,7 @@ def config_of(**precision: object) -> RunConfig:
 
 def gemms_of_a_layer(**precision: object) -> tuple[str, str, str]:
     """fprop, dgrad and wgrad of the first linear."""
-    first = resolve_precision_map(config_of(**precision))[0]
+    first = resolve_precision_map(config_of(**precision).model, config_of(**precision).precision)[0]
     return first.fprop, first.dgrad, first.wgrad
 
 
@@ -71,7 +71,7 @@ def test_weight_gradients_in_high_precision() -> None:
 
 def test_layers_in_high_precision_have_rows_of_their_own() -> None:
     config = config_of(fp8_format="e4m3", fp8_recipe="tensorwise", first_last_layers_bf16=True)
-    rows = resolve_precision_map(config)
+    rows = resolve_precision_map(config.model, config.precision)
     layers = {(row.layers, row.fprop) for row in rows if row.linear == "linear_qkv"}
     assert layers == {("1-2", "input e4m3 x weight e4m3 per tensor, fp32 scale"), ("0, 3", "bf16 x bf16")}
     assert rows[-1].linear == "output_layer"
@@ -79,6 +79,6 @@ def test_layers_in_high_precision_have_rows_of_their_own() -> None:
 
 
 def test_columns_are_aligned() -> None:
-    text = format_precision_map(resolve_precision_map(config_of()))
+    text = format_precision_map(resolve_precision_map(config_of().model, config_of().precision))
     starts = {line.index("bf16 x bf16") for line in text.splitlines()[2:]}
     assert len(starts) == 1

@@ -6,6 +6,7 @@ import pytest
 
 from megafp8.config import flags, rules
 from megafp8.config.layer_backends import TRANSFORMER_ENGINE
+from megafp8.config.run_sizes import run_sizes
 from megafp8.resources.memory import estimate_memory
 from megafp8.resources.savings import savings
 
@@ -19,11 +20,11 @@ def test_the_largest_saving_is_first_and_each_is_the_difference_of_two_estimates
     assert [each.num_bytes for each in found] == sorted((each.num_bytes for each in found), reverse=True)
     named = {each.flags.split()[0]: each for each in found}
     assert {"--micro-batch-size", "--recompute-granularity", "--tensor-model-parallel-size"} <= set(named)
-    now = estimate_memory(config, 8, 128256, stage=0).total_bytes
+    now = estimate_memory(run_sizes(config, 8, 128256), stage=0).total_bytes
     for each in found:
         changed = flags.parse([*RUN.split(), *each.flags.split()]).config
         assert rules.setting_problems(changed, 8) == []
-        assert now - estimate_memory(changed, 8, 128256, stage=0).total_bytes == each.num_bytes, each.flags
+        assert now - estimate_memory(run_sizes(changed, 8, 128256), stage=0).total_bytes == each.num_bytes, each.flags
 
 
 def test_what_a_run_has_already_and_what_breaks_a_rule_is_not_named() -> None:
@@ -43,5 +44,5 @@ def test_complete_recomputation_takes_the_place_of_a_short_flag_for_selective(mo
     found = {each.flags: each.num_bytes for each in savings(config, 8, 128256, 0, TRANSFORMER_ENGINE)}
     full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     changed = flags.parse([*run, *full.split()]).config
-    now, then = (estimate_memory(each, 8, 128256, stage=0).total_bytes for each in (config, changed))
+    now, then = (estimate_memory(run_sizes(each, 8, 128256), stage=0).total_bytes for each in (config, changed))
     assert found[f"{full} in place of {short}"] == now - then > 0

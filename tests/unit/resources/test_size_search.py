@@ -9,21 +9,17 @@ import pytest
 
 from megafp8.config import flags
 from megafp8.config.layer_backends import EMULATED
+from megafp8.config.micro_batch_sizes import is_auto, possible_sizes, refused_sizes, setting_problems, with_size
 from megafp8.resources.micro_batch import (
     HEADING,
     Trial,
     best_size,
     first_size,
-    is_auto,
     next_size,
-    possible_sizes,
     predicted_bytes,
-    refused_sizes,
-    setting_problems,
     sizes_to_try,
     table,
     table_row,
-    with_size,
 )
 
 POWERS = [1, 2, 4, 8, 16, 32, 64]
@@ -134,7 +130,7 @@ def test_a_chosen_size_equals_a_given_one() -> None:
     limit = "--micro-batch-size-memory-limit 3"
     auto = flags.parse(f"{SHAPE} --global-batch-size 8 --micro-batch-size auto {limit}".split()).config
     given = flags.parse(f"{SHAPE} --global-batch-size 8 --micro-batch-size 4".split()).config
-    assert is_auto(auto) and not is_auto(given)
+    assert is_auto(auto.training) and not is_auto(given.training)
     assert with_size(auto, 4) == given
 
 

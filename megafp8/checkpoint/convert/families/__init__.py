@@ -6,7 +6,7 @@ from typing import Any, Optional
 
 from megafp8.checkpoint.convert.families import deepseek, gemma, gpt, llama, mixtures
 from megafp8.checkpoint.convert.family import HFFamily
-from megafp8.config.schema import RunConfig
+from megafp8.config.schema import ModelConfig
 from megafp8.errors import CheckpointError
 
 # A run is exported as the first family that supports its model.
@@ -33,8 +33,8 @@ FAMILIES = (
 MODEL_TYPES = tuple(family.model_type for family in FAMILIES)
 
 
-def family_of_run(config: RunConfig, model_type: Optional[str] = None) -> tuple[HFFamily, list[str]]:
-    """Return the family closest to a run's model, and the features of the model that it does not support.
+def family_of_model(model: ModelConfig, model_type: Optional[str] = None) -> tuple[HFFamily, list[str]]:
+    """Return the family closest to a model, and the features of the model that it does not support.
 
     Args:
         model_type: the family to take; None is the first that supports most.
@@ -45,7 +45,7 @@ def family_of_run(config: RunConfig, model_type: Optional[str] = None) -> tuple[
     if model_type is not None and model_type not in MODEL_TYPES:
         raise CheckpointError(f"--model-type {model_type}: the families are {', '.join(MODEL_TYPES)}")
     allowed = [family for family in FAMILIES if model_type in (None, family.model_type)]
-    candidates = [(family, family.unsupported_features(config)) for family in allowed]
+    candidates = [(family, family.unsupported_features(model)) for family in allowed]
     return min(candidates, key=lambda candidate: len(candidate[1]))
 
 

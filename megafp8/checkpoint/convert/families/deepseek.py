@@ -5,7 +5,7 @@ transformers has no layers of multi-token prediction in its model. Files of the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megafp8.checkpoint.convert.families import llama, mixtures
@@ -13,8 +13,7 @@ from megafp8.checkpoint.convert.family import HFFamily
 from megafp8.checkpoint.convert.fields import Field, Fixed, Rotary, Value, read_num_layers, shape_fields
 from megafp8.checkpoint.convert.hf_config import HFConfig
 from megafp8.config import expert_layers
-from megafp8.config.schema import RunConfig
-from megafp8.config.settings import with_values
+from megafp8.config.schema import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,8 @@ class LatentHeads:
             hf_config.problems.append(f"config.json: hidden_size {hidden} is not a multiple of {heads} heads")
         return {"model.num_attention_heads": heads}
 
-    def write(self, config: RunConfig) -> dict[str, Any]:
-        return dict.fromkeys(("num_attention_heads", "num_key_value_heads"), config.model.num_attention_heads)
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        return dict.fromkeys(("num_attention_heads", "num_key_value_heads"), model.num_attention_heads)
 
 
 @dataclass(frozen=True)
@@ -56,9 +55,9 @@ class LatentRotary(Rotary):
             hf_config.problems.append("config.json: rope_scaling: truncate is False; megatron-core always rounds here")
         return values | {"model.rope_type": "yarn" if has_yarn else "rope"}
 
-    def write(self, config: RunConfig) -> dict[str, Any]:
-        is_yarn = config.model.multi_latent_attention and config.model.rope_type == "yarn"
-        return super().write(with_values(config, {"model.position_embedding_type": "yarn" if is_yarn else "rope"}))
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        is_yarn = model.multi_latent_attention and model.rope_type == "yarn"
+        return super().write(replace(model, position_embedding_type="yarn" if is_yarn else "rope"))
 
 
 @dataclass(frozen=True)
@@ -80,8 +79,8 @@ class FirstDense:
         chosen = [int(layer >= dense) for layer in range(num_layers)]
         return {"model.moe_layer_freq": "1" if all(chosen) else str(chosen)}
 
-    def write(self, config: RunConfig) -> dict[str, Any]:
-        has_experts = expert_layers.expert_layers(config.model)
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        has_experts = expert_layers.expert_layers(model)
         return {"first_k_dense_replace": has_experts.index(True) if any(has_experts) else len(has_experts)}
 
 
@@ -102,8 +101,8 @@ class SharedExperts:
         shared = hf_config.positive_int("n_shared_experts", self.default)
         return {"model.moe_ffn_hidden_size": width, "model.moe_shared_expert_intermediate_size": shared * width}
 
-    def write(self, config: RunConfig) -> dict[str, Any]:
-        width, shared = config.model.moe_ffn_hidden_size, config.model.moe_shared_expert_intermediate_size
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        width, shared = model.moe_ffn_hidden_size, model.moe_shared_expert_intermediate_size
         return {"moe_intermediate_size": width, "n_shared_experts": shared // width if shared and width else 0}
 
 
@@ -149,8 +148,7 @@ class ExpertGroups:
             )
         return values | {"model.moe_router_num_groups": groups, "model.moe_router_group_topk": chosen}
 
-    def write(self, config: RunConfig) -> dict[str, Any]:
-        model = config.model
+    def write(self, model: ModelConfig) -> dict[str, Any]:
         groups, chosen = model.moe_router_num_groups or 1, model.moe_router_group_topk or 1
         return {
             "num_experts_per_tok": model.moe_router_topk, "n_group": groups, "topk_group": chosen,
@@ -167,8 +165,8 @@ class NormalizedSigmoids:
         hf_config.require("norm_topk_prob", is_several, default=True)
         return {}
 
-    def write(self, config: RunConfig) -> dict[str, Any]:
-        return {"norm_topk_prob": config.model.moe_router_topk > 1}
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        return {"norm_topk_prob": model.moe_router_topk > 1}
 
 
 ATTENTION = f"{llama.LAYER}self_attn."

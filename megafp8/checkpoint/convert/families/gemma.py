@@ -14,7 +14,7 @@ from megafp8.checkpoint.convert.families import llama
 from megafp8.checkpoint.convert.family import HFFamily
 from megafp8.checkpoint.convert.fields import FULL, SLIDING, Field, Fixed, Heads, Rotary, Value, Window, shape_fields
 from megafp8.checkpoint.convert.hf_config import HFConfig
-from megafp8.config.schema import RunConfig
+from megafp8.config.schema import ModelConfig
 
 NAMES = llama.NAMES | {
     f"{llama.ATTENTION}post_layernorm": (f"{llama.LAYER}post_attention_layernorm",),
@@ -38,9 +38,9 @@ class EmbeddingAndQueryScale:
             "model.softmax_scale": None if scalar == width else scalar**-0.5,
         }
 
-    def write(self, config: RunConfig) -> dict[str, Any]:
-        assert config.model.softmax_scale is not None
-        return {"query_pre_attn_scalar": round(config.model.softmax_scale**-2)}
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        assert model.softmax_scale is not None
+        return {"query_pre_attn_scalar": round(model.softmax_scale**-2)}
 
 
 def common_fields(positions: int) -> tuple[Field, ...]:
@@ -79,9 +79,8 @@ class TwoRotaries(Rotary):
         holder, field = (local, "rope_theta") if "rope_theta" in local.fields else (hf_config, "rope_local_base_freq")
         return super().read(of_full) | {"model.rotary_base_local": holder.positive_int(field, 10_000)}
 
-    def write(self, config: RunConfig) -> dict[str, Any]:
-        model = config.model
-        return super().write(config) | {"rope_local_base_freq": float(model.rotary_base_local or model.rotary_base)}
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        return super().write(model) | {"rope_local_base_freq": float(model.rotary_base_local or model.rotary_base)}
 
 
 # Gemma 2: windows in every 2nd layer.

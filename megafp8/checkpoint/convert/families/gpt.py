@@ -12,7 +12,7 @@ from megafp8.checkpoint.convert.family import HFFamily
 from megafp8.checkpoint.convert.fields import Fixed, Gelu, Heads, Rotary, SameDropout, Value, Window, shape_fields
 from megafp8.checkpoint.convert.hf_config import HFConfig
 from megafp8.checkpoint.convert.tensor_mapping import FusedTransposedQKV, Identity
-from megafp8.config.schema import RunConfig
+from megafp8.config.schema import ModelConfig
 
 SETTINGS = {"normalization": "LayerNorm", "add_bias_linear": True}
 
@@ -31,8 +31,7 @@ class Widths:
             "model.ffn_hidden_size": hf_config.positive_int("n_inner", 4 * hidden),
         }
 
-    def write(self, config: RunConfig) -> dict[str, Any]:
-        model = config.model
+    def write(self, model: ModelConfig) -> dict[str, Any]:
         return {"n_embd": model.hidden_size, "n_head": model.num_attention_heads, "n_inner": model.ffn_hidden_size}
 
 

@@ -13,7 +13,7 @@ from megafp8.checkpoint.convert.family import HFFamily
 from megafp8.checkpoint.convert.fields import Fixed, Heads, Rotary, Value, Window, read_num_layers
 from megafp8.checkpoint.convert.hf_config import HFConfig
 from megafp8.config import expert_layers
-from megafp8.config.schema import RunConfig
+from megafp8.config.schema import ModelConfig
 
 EXPERTS = f"{llama.MLP}experts.experts."
 # The second `{}` stands for the expert.
@@ -58,8 +58,8 @@ class ExpertLayers:
             )
         return {"model.moe_layer_freq": "1" if all(chosen) else str(chosen)}
 
-    def write(self, config: RunConfig) -> dict[str, Any]:
-        has_experts = expert_layers.expert_layers(config.model)
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        has_experts = expert_layers.expert_layers(model)
         dense = [layer for layer, each in enumerate(has_experts) if not each]
         return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 

@@ -11,7 +11,7 @@ import pytest
 from hf_folders import FAMILY_MODELS as MODEL
 from hf_folders import GPT2, LLAMA, MODELS, settings_of
 
-from megafp8.checkpoint.convert.families import family_of_hf_config, family_of_run, gpt, llama
+from megafp8.checkpoint.convert.families import family_of_hf_config, family_of_model, gpt, llama
 from megafp8.checkpoint.convert.hf_config import HFConfig
 from megafp8.config import dimensions, flags, mixture
 from megafp8.config.model_shapes import PRESETS
@@ -37,12 +37,12 @@ def problems_of(fields: dict[str, Any]) -> list[str]:
 def test_mup_is_exported_as_the_multipliers_of_granite() -> None:
     flags_of_mup = "--use-mup --mup-base-hidden-size 32 --mup-base-head-dim 4 --mup-embedding-mult 3"
     config = config_of(f"{LLAMA_FLAGS} {flags_of_mup}")
-    family, problems = family_of_run(config)
+    family, problems = family_of_model(config.model)
     assert problems == [] and family.model_type == "granite"
-    fields, channels = family.to_hf_config(config), dimensions.kv_channels(config.model)
+    fields, channels = family.to_hf_config(config.model, config.precision), dimensions.kv_channels(config.model)
     assert fields["embedding_multiplier"] == 3 and fields["attention_multiplier"] == 2 / channels
     assert fields["logits_scaling"] == config.model.hidden_size / 32
-    assert any("--logits-scaling" in problem for problem in family_of_run(config, "llama")[1])
+    assert any("--logits-scaling" in problem for problem in family_of_model(config.model, "llama")[1])
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -50,14 +50,14 @@ def test_presets_survive_a_round_trip(preset: str) -> None:
     config = with_values(RunConfig(), PRESETS[preset])
     if config.model.max_position_embeddings is None:
         config = replace(config, model=replace(config.model, max_position_embeddings=2048))
-    family, problems = family_of_run(config)
+    family, problems = family_of_model(config.model)
     others = {
         "gpt2": "gpt2", "qwen3-30b": "qwen3_moe", "qwen3": "qwen3", "olmoe": "olmoe", "moe": "mixtral",
         "mixtral": "mixtral", "v2-lite": "deepseek_v2", "v3": "deepseek_v3",
     }  # fmt: skip
     expected_type = next((family for part, family in others.items() if part in preset), "llama")
     assert problems == [] and family.model_type == expected_type
-    theirs = HFConfig({"model_type": family.model_type} | family.to_hf_config(config))
+    theirs = HFConfig({"model_type": family.model_type} | family.to_hf_config(config.model, config.precision))
     back = with_values(RunConfig(), family.from_hf_config(theirs))
     assert theirs.problems == []
     expected = replace(config.model, vocab_size=None, moe_aux_loss_coeff=back.model.moe_aux_loss_coeff)
@@ -81,7 +81,7 @@ def test_presets_survive_a_round_trip(preset: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_hf_fields_survive_a_round_trip(name: str) -> None:
     fields = MODELS[name]
-    back = family_of_hf_config(fields).to_hf_config(settings_of(fields))
+    back = family_of_hf_config(fields).to_hf_config(settings_of(fields).model, settings_of(fields).precision)
     assert {field: back[field] for field in fields.keys() & back.keys()} == {
         field: value for field, value in fields.items() if field in back
     }
@@ -97,13 +97,13 @@ def test_rotary_settings_as_transformers_5_has_them() -> None:
 def test_gelu_variants(name: str, is_tanh: bool) -> None:
     config = settings_of(GPT2 | {"activation_function": name})
     assert config.precision.bias_gelu_fusion is is_tanh
-    assert (gpt.GPT2.to_hf_config(config)["activation_function"] == "gelu") is not is_tanh
+    assert (gpt.GPT2.to_hf_config(config.model, config.precision)["activation_function"] == "gelu") is not is_tanh
 
 
 def test_the_tanh_gelu_without_a_fused_bias() -> None:
     config = config_of(f"{GPT2_FLAGS} --openai-gelu --no-bias-gelu-fusion")
-    assert gpt.GPT2.unsupported_features(config) == []
-    assert gpt.GPT2.to_hf_config(config)["activation_function"] == "gelu_new"
+    assert gpt.GPT2.unsupported_features(config.model) == []
+    assert gpt.GPT2.to_hf_config(config.model, config.precision)["activation_function"] == "gelu_new"
 
 
 @pytest.mark.parametrize(
@@ -125,8 +125,8 @@ def test_the_tanh_gelu_without_a_fused_bias() -> None:
     ],
 )
 def test_settings_without_a_llama_equivalent_are_refused(flag: str, named: str) -> None:
-    assert llama.LLAMA.unsupported_features(config_of(LLAMA_FLAGS)) == []
-    (problem,) = llama.LLAMA.unsupported_features(config_of(f"{LLAMA_FLAGS} {flag}"))
+    assert llama.LLAMA.unsupported_features(config_of(LLAMA_FLAGS).model) == []
+    (problem,) = llama.LLAMA.unsupported_features(config_of(f"{LLAMA_FLAGS} {flag}").model)
     assert problem.startswith(named)
 
 
@@ -142,8 +142,8 @@ def test_settings_without_a_llama_equivalent_are_refused(flag: str, named: str) 
     ],
 )
 def test_settings_without_a_gpt2_equivalent_are_refused(flag: str, named: str) -> None:
-    assert gpt.GPT2.unsupported_features(config_of(GPT2_FLAGS)) == []
-    (problem,) = gpt.GPT2.unsupported_features(config_of(f"{GPT2_FLAGS} {flag}"))
+    assert gpt.GPT2.unsupported_features(config_of(GPT2_FLAGS).model) == []
+    (problem,) = gpt.GPT2.unsupported_features(config_of(f"{GPT2_FLAGS} {flag}").model)
     assert problem.startswith(named)
 
 
@@ -152,7 +152,7 @@ QUICKSTART = re.search(r"^model=\((.*?)\)", (ROOT / "examples/quickstart.sh").re
 
 def test_the_model_of_the_quickstart_is_a_qwen3() -> None:
     assert QUICKSTART is not None
-    family, problems = family_of_run(config_of(f"{QUICKSTART[1]} --vocab-size 4096"))
+    family, problems = family_of_model(config_of(f"{QUICKSTART[1]} --vocab-size 4096").model)
     assert family.model_type == "qwen3" and problems == []
 
 
@@ -173,7 +173,7 @@ def test_the_model_of_the_quickstart_is_a_qwen3() -> None:
     ],
 )
 def test_a_run_is_of_the_family_that_has_its_features(flags_of_run: str, expected: str) -> None:
-    family, problems = family_of_run(config_of(f"{LLAMA_FLAGS} {flags_of_run}"))
+    family, problems = family_of_model(config_of(f"{LLAMA_FLAGS} {flags_of_run}").model)
     assert (family.model_type, problems) == (expected, [])
 
 
@@ -188,7 +188,7 @@ def test_a_run_is_of_the_family_that_has_its_features(flags_of_run: str, expecte
     ],
 )
 def test_mixtures_of_no_family_are_refused(flag: str, problem: str) -> None:
-    found = family_of_run(config_of(f"{LLAMA_FLAGS} --num-experts 4 {flag}"), "mixtral")[1]
+    found = family_of_model(config_of(f"{LLAMA_FLAGS} --num-experts 4 {flag}").model, "mixtral")[1]
     assert any(each.startswith(problem) for each in found), found
 
 
@@ -243,14 +243,19 @@ def test_groups_of_experts_are_kept_where_both_libraries_select_them_equally() -
 
 def test_another_family_may_be_chosen() -> None:
     config = config_of(LLAMA_FLAGS)
-    assert family_of_run(config, "mistral")[0].model_type == "mistral" and family_of_run(config, "mistral")[1] == []
-    assert family_of_run(config, "qwen3")[1] == ["no --qk-layernorm: a Qwen3ForCausalLM has --qk-layernorm"]
+    assert (
+        family_of_model(config.model, "mistral")[0].model_type == "mistral"
+        and family_of_model(config.model, "mistral")[1] == []
+    )
+    assert family_of_model(config.model, "qwen3")[1] == ["no --qk-layernorm: a Qwen3ForCausalLM has --qk-layernorm"]
     with pytest.raises(CheckpointError, match="--model-type bert: the families are llama"):
-        family_of_run(config, "bert")
+        family_of_model(config.model, "bert")
 
 
 def test_a_model_of_neither_family_is_refused_for_the_nearer_one() -> None:
-    family, problems = family_of_run(config_of(f"{LLAMA_FLAGS} --qk-layernorm --window-size 8 --parallel-residual"))
+    family, problems = family_of_model(
+        config_of(f"{LLAMA_FLAGS} --qk-layernorm --window-size 8 --parallel-residual").model
+    )
     assert family.model_type == "qwen3"
     assert problems == ["--parallel-residual: a Qwen3ForCausalLM has no --parallel-residual"]
 

@@ -27,8 +27,9 @@ def test_a_released_model_has_its_number_of_parameters(name: str) -> None:
 def test_its_settings_survive_a_round_trip(name: str) -> None:
     fields = HUB_CONFIGS[name]
     config, family = settings_of(fields), family_of_hf_config(fields)
-    assert family.unsupported_features(config) == []
-    again = {"model_type": family.model_type, "vocab_size": fields["vocab_size"]} | family.to_hf_config(config)
+    assert family.unsupported_features(config.model) == []
+    again = {"model_type": family.model_type, "vocab_size": fields["vocab_size"]}
+    again |= family.to_hf_config(config.model, config.precision)
     assert settings_of(again) == config
 
 

@@ -106,7 +106,8 @@ def test_settings_survive_the_way_there_and_back() -> None:
             "model.ffn_hidden_size": 96, "model.kv_channels": 16, "model.vocab_size": 100, "model.rotary_base": 500,
             "model.share_embeddings_and_output_weights": False, "optimizer.lr": 1e-3, "precision.bf16": True,
             "precision.fp8_format": "hybrid", "training.global_batch_size": 8, "data.seq_length": 32,
-            "precision.fp8_param_gather": True, "optimizer.use_precision_aware_optimizer": True,
+            "model.max_position_embeddings": 32, "precision.fp8_param_gather": True,
+            "optimizer.use_precision_aware_optimizer": True,
             "optimizer.main_params_dtype": "fp16", "optimizer.exp_avg_dtype": "fp8",
             "optimizer.exp_avg_sq_dtype": "fp16",
         },
@@ -136,7 +137,7 @@ WINDOWS = {
 
 def test_windows_and_patterns_have_megatron_lms_types() -> None:
     config = with_values(RunConfig(), WINDOWS)
-    assert unexpressed_settings(config) == []
+    assert unexpressed_settings(config.model) == []
     args = vars(args_of_settings(config, {}))
     assert (args["window_size"], args["window_attn_skip_freq"], args["no_rope_freq"]) == ((9, 0), [1, 0, 1, 0], 2)
     values, problems, left = settings_of_args(args)
@@ -156,7 +157,7 @@ def test_windows_and_patterns_have_megatron_lms_types() -> None:
     ],
 )  # fmt: skip
 def test_a_model_that_megatron_lm_lacks_is_not_exported(changes: dict[str, Any]) -> None:
-    (problem,) = unexpressed_settings(with_values(RunConfig(), changes))
+    (problem,) = unexpressed_settings(with_values(RunConfig(), changes).model)
     assert problem.startswith("--") and "not converted to Megatron-LM" in problem
 
 

@@ -63,10 +63,10 @@ def test_what_a_folder_lacks_is_not_added(tmp_path: Path) -> None:
 def test_changed_settings_change_the_family() -> None:
     origin = replace(LLAMA_ORIGIN, model_type="phi3")
     config = with_values(settings_of(MODELS["phi3"]), {"model.rotary_percent": 1.0, "model.qk_layernorm": True})
-    family, problems, (note,) = choose_family(config, None, origin)
+    family, problems, (note,) = choose_family(config.model, None, origin)
     assert (family.model_type, problems) == ("qwen3", [])
     assert note.startswith("the model came from a phi3 and is a qwen3 now") and "--qk-layernorm: a Phi3" in note
-    family, _, notes = choose_family(settings_of(MODELS["phi3"]), "mistral", origin)
+    family, _, notes = choose_family(settings_of(MODELS["phi3"]).model, "mistral", origin)
     assert family.model_type == "mistral" and notes == []
 
 
