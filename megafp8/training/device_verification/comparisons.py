@@ -1,4 +1,4 @@
-"""A device's casts, linears and their speed against the emulation and exact products."""
+"""A device's casts, linears and their speed against the emulation and products of its codes."""
 
 from __future__ import annotations
 
