@@ -56,7 +56,7 @@ def predict(row: Row) -> Predicted:
     given = parse(f"{SHAPES[row.shape]} {COMMON} {MODES[row.recipe]} {row.extra} {batch}".split()).config
     config, _ = choose(given, gpu.target, row.num_gpus)
     run = run_of(config, gpu.name, row.num_gpus)
-    implementation = capability.layer_backend(config, gpu.target)
+    implementation = capability.layer_backend(config.model, config.precision, gpu.target)
     estimates = estimate_stages(run_sizes(config, row.num_gpus, run.padded_vocab), implementation=implementation)
     peak_bytes = max(estimate.total_bytes for estimate in estimates)
     return Predicted(row, gpu.name, step_time(run).seconds * 1e3, peak_bytes / GIB)

@@ -98,7 +98,7 @@ def small_config(style: str, extra: str = "", world_size: int = 1) -> RunConfig:
 def build_run(config: RunConfig) -> Run:
     """The run of this rank, on samples of Python source. torch.distributed is already initialized."""
     here = platform.detect_platform()
-    implementation = capability.layer_backend(config, capability.detect_target())
+    implementation = capability.layer_backend(config.model, config.precision, capability.detect_target())
     run = build_training_run(
         config, here, implementation, has_data=False
     )  # otherwise most of the time would go into mock tokens

@@ -6,11 +6,12 @@ operators of the CPU in their place: the outermost ones, so that each moment cou
 
 from __future__ import annotations
 
+import bisect
 import functools
 import re
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -57,6 +58,7 @@ OPERATORS: Patterns = (
 )
 """Parts of the operators of a CPU."""
 MAX_TRACE_BYTES = 1 << 31
+GEMM_RANGE = re.compile(r".+ (fprop|dgrad|wgrad)")
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 STEP = "ProfilerStep#"
 """What torch's profiler names a step with its number."""
@@ -64,13 +66,18 @@ STEP = "ProfilerStep#"
 
 @dataclass(frozen=True)
 class KernelEvent:
-    """One kernel of a profile; times in microseconds."""
+    """One kernel of a profile; times in microseconds.
+
+    Attributes:
+        gemm: fprop, dgrad or wgrad, if it runs in such a range of a linear; else empty.
+    """
 
     patterns: ClassVar[Patterns] = KERNELS
 
     name: str
     start_us: float
     duration_us: float
+    gemm: str = ""
 
     @property
     def end_us(self) -> float:
@@ -105,10 +112,18 @@ class Profile:
 
     def rows(self) -> list[tuple[str, float, float]]:
         """(part, ms a step, kernels a step), longest first."""
+        return self._rows(lambda kernel: kernel.part)
+
+    def gemm_rows(self) -> list[tuple[str, float, float]]:
+        """As `rows`, of GEMMs in a range that names theirs: `GEMM FP8 dgrad`."""
+        gemms = (GEMM_FP8, GEMM_BF16)
+        return self._rows(lambda kernel: f"{kernel.part} {kernel.gemm}" if kernel.gemm and kernel.part in gemms else "")
+
+    def _rows(self, name_of: Callable[[KernelEvent], str]) -> list[tuple[str, float, float]]:
         found: dict[str, list[float]] = {}
         for kernel in self.kernels:
-            found.setdefault(kernel.part, []).append(kernel.duration_us)
-        rows = [(name, sum(t) / 1e3 / self.steps, len(t) / self.steps) for name, t in found.items()]
+            found.setdefault(name_of(kernel), []).append(kernel.duration_us)
+        rows = [(name, sum(t) / 1e3 / self.steps, len(t) / self.steps) for name, t in found.items() if name]
         return sorted(rows, key=lambda row: -row[1])
 
     def span_ms(self) -> float:
@@ -181,7 +196,7 @@ def read_trace(path: Path) -> Trace:
         events = [event for event in tree["traceEvents"] if event.get("ph") == "X"]
         ranges = map(_kernel, _of(events, "user_annotation"))
         steps = [(each.start_us, each.end_us) for each in ranges if each.name.startswith(STEP)]
-        kernels = [_kernel(event) for event in _of(events, *GPU_CATEGORIES)]
+        kernels = list(_kernels(events))
         calls = [] if kernels else list(_outermost(events))
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise DataError(
@@ -215,6 +230,23 @@ def _kernel(event: dict[str, Any], kind: type[KernelEvent] = KernelEvent) -> Ker
     if not isinstance(event["name"], str):
         raise TypeError(f"name {event['name']!r}")
     return kind(event["name"], float(event["ts"]), float(event["dur"]))
+
+
+def _kernels(events: list[dict[str, Any]]) -> Iterator[KernelEvent]:
+    """The kernels of GPUs, with the GEMM in whose range they run."""
+    ranges: dict[Any, list[tuple[float, float, str]]] = {}  # start, end and GEMM by stream; none overlaps another
+    for event in _of(events, "gpu_user_annotation"):
+        if found := GEMM_RANGE.fullmatch(event["name"]):
+            each = _kernel(event)
+            ranges.setdefault((event.get("pid"), event.get("tid")), []).append((each.start_us, each.end_us, found[1]))
+    for of_stream in ranges.values():
+        of_stream.sort()
+    for event in _of(events, *GPU_CATEGORIES):
+        kernel, of_stream = _kernel(event), ranges.get((event.get("pid"), event.get("tid")), [])
+        before = bisect.bisect_right(of_stream, kernel.start_us, key=lambda each: each[0])
+        if before and kernel.start_us < of_stream[before - 1][1]:
+            kernel = replace(kernel, gemm=of_stream[before - 1][2])
+        yield kernel
 
 
 def _outermost(events: list[dict[str, Any]]) -> Iterator[KernelEvent]:

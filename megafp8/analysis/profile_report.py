@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -80,6 +80,7 @@ class ProfileReport:
                 {"part": part, "ms": ms, "share_fraction": share, "kernels": kernels, "floor_ms": floor_ms}
                 for part, ms, share, kernels, floor_ms in part_rows(profile, self.floors.seconds)
             ],
+            "gemms": _as_data(("gemm", "ms", "kernels"), profile.gemm_rows()),
             "gaps": _as_data(("after", "until", "ms", "times"), profile.gaps()[:SHOWN_ROWS]),
             "kernels": _as_data(("part", "name", "ms", "kernels"), profile.longest()[:SHOWN_ROWS]),
         }
@@ -178,6 +179,7 @@ def profile_text(profile: Profile, floors: Mapping[str, float]) -> str:
         (part, f"{ms:.3f}", f"{share:.1%}", f"{kernels:g}", "-" if floor is None else f"{floor:.3f}")
         for part, ms, share, kernels, floor in part_rows(profile, floors)
     ]
+    gemms = [(gemm, f"{ms:.3f}", f"{number:g}") for gemm, ms, number in profile.gemm_rows()]
     waits = [
         (before[:MAX_NAME_OF_TWO], after[:MAX_NAME_OF_TWO], f"{ms:.3f}", f"{times:g}")
         for before, after, ms, times in profile.gaps()[:SHOWN_ROWS]
@@ -189,11 +191,12 @@ def profile_text(profile: Profile, floors: Mapping[str, float]) -> str:
     tables = [
         text_table(("part", "ms", "share", "kernels", "floor ms"), parts),
         f"span {span:.3f} ms, busy {busy:.3f}, {idle}, only communication {profile.exposed_ms():.3f}",
+        *([text_table(("GEMM of linears", "ms", "kernels"), gemms)] if gemms else []),
         *([text_table(("idle after", "until", "ms", "times"), waits, "ll")] if waits else []),
         text_table(("part", "longest kernels", "ms", "kernels"), kernels, "ll"),
     ]
     return "\n\n".join(tables)
 
 
-def _as_data(names: tuple[str, ...], rows: list[tuple[str, str, float, float]]) -> list[dict[str, Any]]:
+def _as_data(names: tuple[str, ...], rows: Sequence[tuple[Any, ...]]) -> list[dict[str, Any]]:
     return [dict(zip(names, row, strict=True)) for row in rows]

@@ -16,7 +16,7 @@ from megafp8.config import derived, dimensions, fp8_lm, mixture, precision_map, 
 from megafp8.config.gpu_names import COMPUTE_CAPABILITIES
 from megafp8.config.layer_backends import EMULATED, TRANSFORMER_ENGINE, LayerBackend, requested_backend
 from megafp8.config.precision_map import OUTPUT_LAYER, LinearChoice
-from megafp8.config.schema import PrecisionConfig, RunConfig
+from megafp8.config.schema import ModelConfig, PrecisionConfig, RunConfig
 from megafp8.device import nccl_buffers
 from megafp8.device.layer_support import (
     ATTENTION_SWITCHES,
@@ -112,26 +112,25 @@ def detect_target() -> Target:
     return Target(torch.cuda.get_device_name(), "cuda", torch.cuda.get_device_capability(), version, problem)
 
 
-def layer_backend(config: RunConfig, target: Target) -> LayerBackend:
+def layer_backend(model: ModelConfig, precision: PrecisionConfig, target: Target) -> LayerBackend:
     """The layers that `--transformer-impl` selects on this target.
 
     `auto` is Transformer Engine if it is installed and has all recipes in the combination that the precision map needs.
     With --no-emulation it is Transformer Engine even if it lacks some, which is then a problem.
     """
-    precision = config.precision
     if (requested := requested_backend(precision)) is not None:
         return requested
     if target.kind != "cuda" or not target.transformer_engine:
         return EMULATED
-    is_supported = not unsupported_recipes(precision, target) and not unsupported_layers(config)
+    is_supported = not unsupported_recipes(precision, target) and not unsupported_layers(model, precision)
     return TRANSFORMER_ENGINE if is_supported or not precision.emulation else EMULATED
 
 
-def emulation_warnings(config: RunConfig, target: Target) -> list[str]:
+def emulation_warnings(model: ModelConfig, precision: PrecisionConfig, target: Target) -> list[str]:
     """Why `auto` emulates layers on a GPU with Transformer Engine, and what is slow in emulated layers on a GPU."""
-    if target.kind != "cuda" or not layer_backend(config, target).emulates:
+    if target.kind != "cuda" or not layer_backend(model, precision, target).emulates:
         return []
-    precision, warnings = config.precision, list[str]()
+    warnings = list[str]()
     recipes = derived.used_recipes(precision)
     without_kernels = [recipe.name for recipe in recipes if not recipe.rules(options=vars(precision)).has_kernels]
     if precision.transformer_impl == "auto" and target.transformer_engine is not None:
@@ -142,7 +141,7 @@ def emulation_warnings(config: RunConfig, target: Target) -> list[str]:
             f"all layers are emulated because of {text}{cost}; to get an error instead: --no-emulation"
             for text in (
                 *(f"{text}; {native_flags(target)}" for text in unsupported_recipes(precision, target)),
-                *unsupported_layers(config),
+                *unsupported_layers(model, precision),
             )
         ]
     warnings += [
@@ -155,17 +154,20 @@ def emulation_warnings(config: RunConfig, target: Target) -> list[str]:
 
 def capability_problems(config: RunConfig, target: Target) -> list[str]:
     """Everything in the configuration that the target does not support, with fixes."""
-    implementation = layer_backend(config, target)
+    model, parallel, precision = config.model, config.parallel, config.precision
+    implementation = layer_backend(model, precision, target)
     found = [target.problem] if target.problem else []
     found += implementation_problems(config, target, implementation)
-    found += recipe_problems(config.precision, target, implementation)
-    if target.kind == "cuda":
-        found += graph_problems(config, implementation, target.transformer_engine is not None)
+    found += recipe_problems(precision, target, implementation)
+    if target.kind == "cuda" and derived.uses_cuda_graph(config):
+        limits = implementation.graph_limits(config, target.transformer_engine is not None)
+        found += graph_problems(config.training.cuda_graph_impl, limits)
     if implementation.needs_transformer_engine:
-        found += [f"{text}; change it, or use --transformer-impl emulated" for text in unsupported_layers(config)]
-        found += fp8_attention_problems(config, target) + deterministic_attention_problems(config, target)
+        unsupported = unsupported_layers(model, precision)
+        found += [f"{text}; change it, or use --transformer-impl emulated" for text in unsupported]
+        found += fp8_attention_problems(model, precision, target) + deterministic_attention_problems(config, target)
         found += quantizer_problems(config)
-        found += fp16_master_problems(config) + gathered_codes_problems(config)
+        found += fp16_master_problems(precision, config.optimizer) + gathered_codes_problems(parallel, precision)
     return fp8_lm.with_origins(found, config)
 
 
@@ -215,7 +217,10 @@ def implementation_problems(config: RunConfig, target: Target, implementation: L
             f"{flag}: {target.name} has no CUDA device; remove the flag" for flag, given in of_cuda.items() if given
         ]
     if implementation.needs_transformer_engine:
-        found += context_parallel_attention_problems(config) + attention_kernel_problems(config)
+        if config.parallel.context_parallel_size > 1:
+            documents, exchange = config.data.reset_attention_mask, dimensions.cp_exchange(config)
+            found += context_parallel_attention_problems(config.model, config.parallel, documents, exchange)
+        found += attention_kernel_problems(config.model, config.precision, config.parallel)
     else:
         found += te_only_options(config, target, implementation) + expert_kernel_problems(config, implementation)
     return found
@@ -296,19 +301,18 @@ def unsupported_recipes(precision: PrecisionConfig, target: Target) -> list[str]
     return found
 
 
-def unsupported_layers(config: RunConfig) -> list[str]:
+def unsupported_layers(model: ModelConfig, precision: PrecisionConfig) -> list[str]:
     """Parts of a precision map and options of the model that the layers on Transformer Engine do not support."""
-    return unsupported_precision_map(config) + unsupported_in_model(config.model)
+    return unsupported_precision_map(model, precision) + unsupported_in_model(model)
 
 
-def unsupported_precision_map(config: RunConfig) -> list[str]:
+def unsupported_precision_map(model: ModelConfig, precision: PrecisionConfig) -> list[str]:
     """Parts of a precision map that Transformer Engine does not support, each with the first linear that needs it.
 
     Transformer Engine quantizes a linear under the recipe of the surrounding context. This is one recipe for all three
     GEMMs. Stateless recipes can leave dgrad and wgrad in high precision (`backward_override`).
     """
-    precision = config.precision
-    if config.model.num_layers is None or not precision_map.is_quantized(precision):
+    if model.num_layers is None or not precision_map.is_quantized(precision):
         return []
     found = dict[str, str]()
     is_delayed = derived.is_stateful(precision)
@@ -318,12 +322,12 @@ def unsupported_precision_map(config: RunConfig) -> list[str]:
     maps = dict(zip(["the precision map", *sources], precision_schedule.precisions(precision), strict=True))
     formats = {  # of each linear in a recipe
         (name, choice.fprop.recipe): choice.fprop.format
-        for name, choice in precision_map.resolve(config.model, precision).items()
+        for name, choice in precision_map.resolve(model, precision).items()
     }
     for source, name, chosen in (
-        (source, name, precision_map.resolve(config.model, each)[name])
+        (source, name, precision_map.resolve(model, each)[name])
         for source, each in maps.items()
-        for name in precision_map.changed_linears(config.model, each)
+        for name in precision_map.changed_linears(model, each)
     ):
         entry = f"{source} gives {name} {chosen}"
         if formats.setdefault((name, chosen.fprop.recipe), chosen.fprop.format) != chosen.fprop.format:
@@ -334,7 +338,7 @@ def unsupported_precision_map(config: RunConfig) -> list[str]:
             found.setdefault("history", f"{entry}: {_BY_BLOCK}")
         elif chosen.is_stateful:
             found.setdefault("history", f"{entry}: {_NOT_SAVED}")
-        elif name == OUTPUT_LAYER and config.model.share_embeddings_and_output_weights:
+        elif name == OUTPUT_LAYER and model.share_embeddings_and_output_weights:
             found[OUTPUT_LAYER] = (
                 f"{entry}: Transformer Engine's output layer cannot share the weight of the embedding; give "
                 "--untie-embeddings-and-output-weights"
@@ -357,13 +361,13 @@ def unsupported_precision_map(config: RunConfig) -> list[str]:
     return list(found.values())
 
 
-def fp8_attention_problems(config: RunConfig, target: Target) -> list[str]:
+def fp8_attention_problems(model: ModelConfig, precision: PrecisionConfig, target: Target) -> list[str]:
     """Why the target has no kernel for FP8 attention.
 
     Hopper has kernels for a head dimension of 128 (`nvte_get_fused_attn_backend`, Transformer Engine 2.20).
     """
-    model, capability, flag = config.model, target.compute_capability, "--fp8-dot-product-attention"
-    if not config.precision.fp8_dot_product_attention or capability is None:
+    capability, flag = target.compute_capability, "--fp8-dot-product-attention"
+    if not precision.fp8_dot_product_attention or capability is None:
         return []
     if capability[0] != 9:
         has = f"{target.name} has {capability_text(capability)}"

@@ -7,8 +7,9 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Optional
 
-from megafp8.config import derived, dimensions, mixture, precision_map, sharding
+from megafp8.config import derived, mixture, precision_map, sharding
 from megafp8.config.expert_layers import is_mixture
 from megafp8.config.grouped_experts import (
     expert_choices,
@@ -16,9 +17,17 @@ from megafp8.config.grouped_experts import (
     one_launch_suggestion,
     peer_problems,
 )
-from megafp8.config.layer_backends import LayerBackend
+from megafp8.config.layer_backends import LayerBackend, Reasons
 from megafp8.config.rules.precision import fuses_swiglu_quantization, triton_cast_recipes, uses_op_fuser
-from megafp8.config.schema import LoggingConfig, ModelConfig, PrecisionConfig, RunConfig
+from megafp8.config.schema import (
+    LoggingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RunConfig,
+    TrainingConfig,
+)
 from megafp8.recipes import registry
 from megafp8.recipes.base import Gemm, Operand, Recipe
 
@@ -41,10 +50,10 @@ def package_problems(logging: LoggingConfig) -> list[str]:
     ]
 
 
-def offloading_problems(config: RunConfig) -> list[str]:
+def offloading_problems(training: TrainingConfig) -> list[str]:
     """What this machine's environment lacks for activation offloading: Transformer Engine reads it on import."""
     variable = "NVTE_CPU_OFFLOAD_V1"
-    if not config.training.fine_grained_activation_offloading or os.environ.get(variable) == "1":
+    if not training.fine_grained_activation_offloading or os.environ.get(variable) == "1":
         return []
     return [
         f"--fine-grained-activation-offloading: Transformer Engine 2.10 and newer would copy weights to the host, too; "
@@ -76,9 +85,12 @@ def ignore_attention_switches() -> None:
         os.environ.pop(name, None)
 
 
-def exchange_library_problems(config: RunConfig) -> list[str]:
-    """The library of `--moe-token-dispatcher-type flex`, if it is not installed on this machine."""
-    library = mixture.exchange_library(config)
+def exchange_library_problems(library: Optional[str]) -> list[str]:
+    """The library of `--moe-token-dispatcher-type flex`, if it is not installed on this machine.
+
+    Args:
+        library: as `mixture.exchange_library`.
+    """
     if library is None or has_exchange_library(library):
         return []
     branch = " (branch hybrid-ep)" if library == "HybridEP" else ""
@@ -104,9 +116,9 @@ def has_exchange_library(library: str) -> bool:
 # ---- What Transformer Engine does not support beside FP8 weights: FP16 master weights, and shards -------------------
 
 
-def fp16_master_problems(config: RunConfig) -> list[str]:
+def fp16_master_problems(precision: PrecisionConfig, optimizer: OptimizerConfig) -> list[str]:
     """Problem of FP16 master weights beside FP8 weights: Adam's own FP8 update knows delayed scaling only."""
-    precision, dtype = config.precision, config.optimizer.main_params_dtype
+    dtype = optimizer.main_params_dtype
     is_used = precision.fp8_param_gather and precision.fp8_format is not None
     if dtype == "fp32" or not is_used or derived.is_stateful(precision):
         return []
@@ -118,10 +130,10 @@ def fp16_master_problems(config: RunConfig) -> list[str]:
     ]
 
 
-def gathered_codes_problems(config: RunConfig) -> list[str]:
+def gathered_codes_problems(parallel: ParallelConfig, precision: PrecisionConfig) -> list[str]:
     """Problem of codes of sharded weights: scales from a history are made inside Transformer Engine, and
     block scales have a layout of its own. Emulated layers support both."""
-    if not (config.parallel.shards_weights and config.precision.fp8_param_gather):
+    if not (parallel.shards_weights and precision.fp8_param_gather):
         return []
     known = ", ".join(
         recipe.name for recipe in registry.recipes() if recipe.te_recipe_class and has_current_tensor_scale(recipe)
@@ -131,7 +143,7 @@ def gathered_codes_problems(config: RunConfig) -> list[str]:
         "gathered codes only where a weight has one scale, which follows from its present values, and this recipe has "
         f"{'scales from an amax history' if recipe.is_stateful else 'scales of blocks'}; remove --fp8-param-gather, or "
         f"use --fp8-recipe {known} or --transformer-impl emulated"
-        for recipe in derived.used_recipes(config.precision)
+        for recipe in derived.used_recipes(precision)
         if not has_current_tensor_scale(recipe)
     ]
 
@@ -278,15 +290,21 @@ def exchange_warnings(config: RunConfig) -> Iterator[str]:
     )
 
 
-def context_parallel_attention_problems(config: RunConfig) -> list[str]:
-    """Attention that there is with only some kinds of context-parallel communication."""
-    parallel, model = config.parallel, config.model
+def context_parallel_attention_problems(
+    model: ModelConfig, parallel: ParallelConfig, separates_documents: bool, exchange: str
+) -> list[str]:
+    """Attention that context-parallel ranks have with only some kinds of communication.
+
+    Args:
+        separates_documents: attention stops at the borders of documents.
+        exchange: as `dimensions.cp_exchange`.
+    """
     softmax, is_special = f"--softmax-type {model.softmax_type}", model.softmax_type != "vanilla"
     options: tuple[tuple[str, bool, tuple[str, ...], str], ...] = (
         ("--window-size", model.window_size is not None, ("a2a", "allgather"), "remove --window-size"),
         (softmax, is_special, ("a2a",), "remove --softmax-type"),
     )
-    if config.data.reset_attention_mask:  # by `te/packed_sequences.py`
+    if separates_documents:  # by `te/packed_sequences.py`
         dropout = f"--attention-dropout {model.attention_dropout}"
         options = (
             ("--reset-attention-mask", True, ("allgather", "a2a"), "remove the first flag"),
@@ -302,7 +320,7 @@ def context_parallel_attention_problems(config: RunConfig) -> list[str]:
         f"{flag} with --context-parallel-size {parallel.context_parallel_size}: Transformer Engine needs "
         f"--cp-comm-type {' or '.join(known)}, not {parallel.cp_comm_type}; give that, or {fix}"
         for flag, is_given, known, fix in options
-        if is_given and parallel.context_parallel_size > 1 and dimensions.cp_exchange(config) not in known
+        if is_given and exchange not in known
     ]
 
 
@@ -340,9 +358,9 @@ def emulated_only_options(precision: PrecisionConfig) -> list[str]:
     ]
 
 
-def attention_kernel_problems(config: RunConfig) -> list[str]:
+def attention_kernel_problems(model: ModelConfig, precision: PrecisionConfig, parallel: ParallelConfig) -> list[str]:
     """Attention for which Transformer Engine does not use the chosen backend, so that no kernel would be left."""
-    model, backend, ranks = config.model, config.precision.attention_backend, config.parallel.context_parallel_size
+    backend, ranks = precision.attention_backend, parallel.context_parallel_size
     found = []
     if backend == "flash" and model.softmax_type != "vanilla":
         found.append(
@@ -362,16 +380,11 @@ def attention_kernel_problems(config: RunConfig) -> list[str]:
     return found
 
 
-def graph_problems(config: RunConfig, implementation: LayerBackend, has_te: bool) -> list[str]:
+def graph_problems(graph: str, limits: Reasons) -> list[str]:
     """Layers that cannot be captured in the CUDA graph that was asked for.
 
     Args:
-        has_te: Transformer Engine is installed.
+        graph: `--cuda-graph-impl`.
+        limits: as `LayerBackend.graph_limits`.
     """
-    if not derived.uses_cuda_graph(config):
-        return []
-    graph = f"--cuda-graph-impl {config.training.cuda_graph_impl}"
-    return [
-        f"{flag} with {graph}: {reason}; use --cuda-graph-impl none"
-        for flag, reason in implementation.graph_limits(config, has_te)
-    ]
+    return [f"{flag} with --cuda-graph-impl {graph}: {reason}; use --cuda-graph-impl none" for flag, reason in limits]

@@ -148,7 +148,7 @@ def with_choices(config: RunConfig, gpu: Gpu, world_size: int, given: Collection
 
 
 def _has_te_layers(config: RunConfig, target: Target) -> bool:
-    return target.kind == "cuda" and capability.layer_backend(config, target).has_fused_kernels
+    return target.kind == "cuda" and capability.layer_backend(config.model, config.precision, target).has_fused_kernels
 
 
 def _accumulation(config: RunConfig, target: Target, world_size: int) -> tuple[Values, list[Choice]]:
@@ -217,7 +217,7 @@ def _new_problem(config: RunConfig, values: Values, target: Target, world_size: 
     before, after = (
         [
             *capability.unsupported_recipes(each.precision, target),
-            *capability.unsupported_layers(each),
+            *capability.unsupported_layers(each.model, each.precision),
             *rules.setting_problems(each, world_size),
             *capability.capability_problems(each, target),
         ]
@@ -299,7 +299,7 @@ def _cuda_graph(config: RunConfig, target: Target, world_size: int) -> tuple[Val
         return none, []
     if fault_injection.FAULTS_VARIABLE in os.environ:
         return none, [Choice("--cuda-graph-impl", "none", f"{fault_injection.FAULTS_VARIABLE} acts between kernels")]
-    implementation = capability.layer_backend(config, target)
+    implementation = capability.layer_backend(config.model, config.precision, target)
     problems = itertools.chain(
         implementation.graph_limits(config, target.transformer_engine is not None),
         default_graph_problems(config), implementation.untested_graphs(config, world_size),

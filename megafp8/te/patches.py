@@ -1,4 +1,5 @@
-"""Patches of Transformer Engine 2.20, for performance and for bugs. No other file patches it.
+"""Patches of Transformer Engine 2.20, for performance and for bugs. No other file patches it, but `gemm_ranges.py`
+while a profile is recorded.
 
 The evidence of a patch names files below `transformer_engine/` and a text in each that makes it necessary. A test fails
 when a text is gone, so that a patch does not outlive its reason.

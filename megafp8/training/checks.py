@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Optional
 
 from megafp8.checkpoint.foreign_folder import refuse_foreign_folders
-from megafp8.config import derived, iterations, precision_map, rules
+from megafp8.config import derived, iterations, mixture, precision_map, rules
 from megafp8.config.flags import ParsedArgs, drop_follow_ups
 from megafp8.config.layer_backends import LayerBackend
 from megafp8.config.megatron_flags import NO_EFFECT
@@ -148,11 +148,13 @@ def check(parsed: ParsedArgs, problems: list[str]) -> ValidatedRun:
             found += rules.setting_problems(smallest, ranks)
     found += capability.capability_problems(config, target)
     local_problems = rules.path_problems(config, ranks) + layer_support.package_problems(config.logging)
-    local_problems += layer_support.offloading_problems(config) + layer_support.exchange_library_problems(config)
-    implementation = capability.layer_backend(config, target)
+    local_problems += layer_support.offloading_problems(config.training)
+    local_problems += layer_support.exchange_library_problems(mixture.exchange_library(config))
+    implementation = capability.layer_backend(config.model, config.precision, target)
     local_problems += layer_support.attention_switch_problems(config.precision, implementation)
     found += fault_problems(config, implementation)
-    warnings += rules.warnings(config, implementation, ranks) + capability.emulation_warnings(config, target)
+    warnings += rules.warnings(config, implementation, ranks)
+    warnings += capability.emulation_warnings(config.model, config.precision, target)
     warnings += capability.environment_warnings(config.precision, implementation)
     warnings += layer_support.expert_launch_warnings(config, target.kind, implementation)
     if parsed.dry_run:

@@ -192,7 +192,7 @@ def single_device_config(
     for layers in (*preferred, precision.transformer_impl, "auto", EMULATED.name):
         chosen = dataclasses.replace(precision, transformer_impl=layers)
         config = RunConfig(model=model, precision=chosen, data=saved.data, overrides=overrides)
-        implementation = capability.layer_backend(config, target)
+        implementation = capability.layer_backend(config.model, config.precision, target)
         if implementation.has_fused_kernels:
             config = with_values(config, {"precision.quantize_kernels": "te"})
         found = capability.capability_problems(config, target)

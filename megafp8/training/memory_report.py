@@ -29,6 +29,8 @@ GIB = 1 << 30
 SNAPSHOT_FILE = "snapshot.pickle"
 MOST_HISTORY_ENTRIES = 100_000  # of some KB each, as in Megatron-LM
 ACTIVATIONS = "activations, workspaces"
+SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB)"
+UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": GIB}
 Snapshot = Mapping[str, Any]
 
 
@@ -62,9 +64,13 @@ class MemoryReport:
         if self._records_history:
             measure_layers(run.training_state.chunks, self._layer_bytes, allocated_bytes)
 
-    def describe(self) -> str:
+    def describe(self, line: str) -> str:
         """Lines on the parts of the memory when it was lacking; empty if torch did not say that it was, or without a
-        run."""
+        run.
+
+        Args:
+            line: of the error that says that memory is lacking.
+        """
         if self.snapshot is None or self.run is None:
             return ""
         run = self.run
@@ -72,7 +78,7 @@ class MemoryReport:
         parts = parts_of(self.snapshot, self._owners, logit_elements(sizes))
         lines = [
             f"Memory of rank {run.rank_position.rank} when it was lacking, and what the memory model expects:",
-            table(parts, expected),
+            table(parts, expected, bytes_outside_torch(line, sum(parts.values()))),
         ]
         lines += layer_lines(self._layer_bytes, saved_layer_bytes(sizes, implementation=run.implementation))
         if self.path is not None:
@@ -199,8 +205,28 @@ def parts_of(snapshot: Snapshot, owners: Mapping[int, str], num_logits: int) -> 
     return parts
 
 
-def table(parts: Mapping[str, int], expected: MemoryEstimate) -> str:
-    """The parts, the largest first, beside the expected ones, in GiB."""
+def bytes_outside_torch(line: str, torch_bytes: int) -> dict[str, int]:
+    """What this process and others have of the GPU's memory beside `torch_bytes`, as torch's error says by the driver's
+    figures; the sum of both where it has none of this process, and empty for other errors."""
+
+    def size_after(words: str) -> Optional[int]:
+        found = re.search(f"{words} {SIZE}", line)
+        return None if found is None else int(float(found[1]) * UNITS[found[2]])
+
+    capacity, free = size_after("total capacity of"), size_after("of which")
+    if capacity is None or free is None:
+        return {}
+    others = capacity - free - torch_bytes
+    of_process = size_after("this process has")
+    # The driver's process IDs are the host's: in a container this process has none, or that of a smaller one.
+    if of_process is None or of_process + (GIB // 100) < torch_bytes:
+        return {"outside of torch, all processes": others}
+    own = of_process - torch_bytes
+    return {"outside of torch, this process": own, "other processes": others - own}
+
+
+def table(parts: Mapping[str, int], expected: MemoryEstimate, outside: Mapping[str, int]) -> str:
+    """The parts, the largest first, beside the expected ones, then what is outside of torch, in GiB."""
     planned = expected.parts()
     planned[ACTIVATIONS] = planned.pop("activations") + planned.pop("buffers")
     names = sorted({*parts, *(name for name, size in planned.items() if size)}, key=lambda name: -parts.get(name, 0))
@@ -209,7 +235,8 @@ def table(parts: Mapping[str, int], expected: MemoryEstimate) -> str:
         for name in names
     ]
     total = ["all of torch", f"{sum(parts.values()) / GIB:.2f}", f"{sum(planned.values()) / GIB:.2f}"]
-    return text_table(["part", "GiB", "expected"], [*rows, total])
+    beside = [[name, f"{max(size, 0) / GIB:.2f}", ""] for name, size in outside.items()]  # the error's are rounded
+    return text_table(["part", "GiB", "expected"], [*rows, total, *beside])
 
 
 # ---- Activations of each layer ---------------------------------------------------------------------------------------

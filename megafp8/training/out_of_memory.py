@@ -78,7 +78,7 @@ def suggestions_on_memory(config: RunConfig, report: Optional[MemoryReport] = No
             parts, found = "", list[Saving]()
             if report is not None and report.concerns(line):
                 try:
-                    parts = report.describe()
+                    parts = report.describe(line)
                     found = report.savings()
                 except Exception as failure:  # as of the host's memory: what is reported stays the first error
                     warn(f"no report on the memory: {reason_of(failure)}")

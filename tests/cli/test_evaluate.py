@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert not rules.problems(config, 1)
 
         def start(config: Any = config) -> None:
-            implementation = capability.layer_backend(config, capability.detect_target())
+            implementation = capability.layer_backend(config.model, config.precision, capability.detect_target())
             train(build_training_run(config, platform.detect_platform(), implementation))
 
         run_ranks(1, start)

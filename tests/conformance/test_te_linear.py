@@ -13,12 +13,16 @@ from te_storage import NEEDS_TRANSFORMER_ENGINE, as_stored, check_stored
 from tensor_core import hopper_gemm
 from tolerances import LINEAR_EQUAL_FRACTION, LINEAR_ROUNDING, TENSOR_CORE_PEAK, TENSOR_CORE_RMS
 
-from megafp8.quantization.delayed_scaling import DelayedState
 from megafp8.quantization.linear import emulated_linear
 from megafp8.quantization.linear_plan import LinearPlan
-from megafp8.quantization.quantize import dequantize
 from megafp8.recipes import blockwise, delayed, tensorwise
 from megafp8.recipes.base import OPERANDS_OF, Gemm, LinearRecipe, Operand
+from megafp8.training.device_verification.comparisons import (
+    gemm_operands,
+    linear_inputs,
+    plan_of,
+    reference_product,
+)
 
 pytestmark = NEEDS_TRANSFORMER_ENGINE
 
@@ -47,13 +51,10 @@ def their_recipe(name: str) -> Any:
 
 
 def tensors(tokens: int, inputs: int, outputs: int) -> tuple[torch.Tensor, ...]:
-    """x, w, b and dy in BF16. The columns of x differ in size by up to 16 times, as those of activations do."""
-    generator = torch.Generator().manual_seed(tokens + inputs + outputs)
-    x = torch.randn(tokens, inputs, generator=generator) * torch.exp2(4 * torch.rand(inputs, generator=generator))
-    w = torch.randn(outputs, inputs, generator=generator) / inputs**0.5
-    b = torch.randn(outputs, generator=generator)
-    dy = torch.randn(tokens, outputs, generator=generator)
-    return tuple(each.bfloat16() for each in (x, w, b, dy))
+    """x, w, b and dy in BF16."""
+    x, w, dy = linear_inputs(tokens, inputs, outputs)
+    b = torch.randn(outputs, generator=torch.Generator().manual_seed(outputs)).bfloat16()
+    return x, w, b, dy
 
 
 def run_theirs(
@@ -74,13 +75,6 @@ def run_theirs(
         (returned[0] if isinstance(returned, tuple) else returned).backward(dy.cuda())
     assert set(gemms) == set(Gemm)
     return gemms, returned
-
-
-def plan_of(recipe: LinearRecipe, device: str) -> LinearPlan:
-    """A first step: delayed scales are 1."""
-    if recipe.delayed is None:
-        return LinearPlan(recipe=recipe)
-    return LinearPlan(recipe=recipe, delayed=DelayedState(recipe).to(device).scales_for_forward()[0])
 
 
 def run_ours(
@@ -108,12 +102,8 @@ def check_operands(plan: LinearPlan, gemms: dict[Gemm, RecordedGemm], tensors: d
 
 def exact_product(plan: LinearPlan, gemm: Gemm, tensors: dict[Operand, torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """The product of the dequantized operands, and that of their magnitudes, in FP64."""
-    a, b = (dequantize(each).cuda().double() for each in quantized_operands(plan, gemm, tensors).values())
-    if gemm is Gemm.FPROP:
-        b = b.t()
-    elif gemm is Gemm.WGRAD:
-        a = a.t()
-    return (a @ b).cpu(), (a.abs() @ b.abs()).cpu()
+    operands = (each.cuda().double() for each in gemm_operands(plan, gemm, tensors))
+    return tuple(each.cpu() for each in reference_product(*operands))
 
 
 def modelled_product(

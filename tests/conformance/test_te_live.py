@@ -1,6 +1,7 @@
 """Transformer Engine's own quantizers on this GPU compared with ours, on new tensors: every byte and every scale."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,9 @@ from golden import DTYPES, Arrays
 from te_storage import NEEDS_TRANSFORMER_ENGINE
 from test_golden_casts import check_cast, check_delayed_cast
 
-from megafp8.training.device_verification.comparisons import cast_inputs
+from megafp8.recipes import registry
+from megafp8.training.device_verification.comparisons import cast_inputs, compare_casts, compare_linears
+from megafp8.training.device_verification.verify import find_device, te_formats
 
 pytestmark = NEEDS_TRANSFORMER_ENGINE
 
@@ -70,7 +73,29 @@ def test_bytes_and_scales(shape: tuple[int, int], dtype: str) -> None:
             try:
                 (check_delayed_cast if "/delayed" in key else check_cast)(arrays, key)
             except AssertionError as error:
-                differing.append(f"{key}: {str(error).splitlines()[1:4]}")
+                differing.append(f"{key}: {error}")
     print(f"{compared} casts compared")
     assert compared == 12 * (4 + 2 * 4 * 2 + 2)
     assert not differing, f"{len(differing)} of {compared} differ:\n" + "\n".join(differing[:8])
+
+
+@pytest.fixture(
+    params=[(each.name, fmt) for each in registry.recipes() if each.te_recipe_class for fmt in te_formats(each.name)]
+)
+def native(request: pytest.FixtureRequest) -> tuple[Any, str, str]:
+    """Transformer Engine's layers, a recipe of this GPU, and a format, as `megafp8 verify-device` compares them."""
+    if request.param[0] not in find_device({}).native_recipes:
+        pytest.skip(f"not native on this GPU: {request.param[0]}")
+    from megafp8.te.native import TransformerEngineLayers
+
+    return TransformerEngineLayers(), *request.param
+
+
+def test_casts_of_a_recipe(native: tuple[Any, str, str]) -> None:
+    found = compare_casts(*native)
+    assert not found.differing, found.problem()
+
+
+def test_linears_of_a_recipe(native: tuple[Any, str, str]) -> None:
+    problems = [each.problem() for each in compare_linears(*native) if not each.bound_fraction <= 1]
+    assert not problems

@@ -13,6 +13,7 @@ from megafp8.errors import OutOfMemory
 from megafp8.training.memory_report import (
     ACTIVATIONS,
     MemoryReport,
+    bytes_outside_torch,
     expected_memory,
     measure_layers,
     owners_of,
@@ -22,7 +23,13 @@ from megafp8.training.memory_report import (
 from megafp8.training.out_of_memory import suggestions_on_memory
 from megafp8.training.run import Run
 
-CUDA = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 139.80 GiB\nSee the manual")
+LINE = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 512.00 MiB is "
+    "free. Process 71 has 99.00 GiB memory in use. Including non-PyTorch memory, this process has 13.65 GiB memory in "
+    "use. Of the allocated memory 5.00 GiB is allocated by PyTorch, and 1.00 GiB is reserved by PyTorch."
+)
+OF_PROCESS = "Including non-PyTorch memory, this process has 13.65 GiB memory in use. "
+CUDA = torch.OutOfMemoryError(f"{LINE}\nSee the manual")
 LOGITS, OTHER, FREE = 1 << 40, (1 << 40) + 1, (1 << 40) + 2
 
 
@@ -84,7 +91,8 @@ def test_the_error_names_the_owners_and_the_flag_that_saves_most() -> None:
     assert rows[0].startswith(f"{ACTIVATIONS} 5.00 0.00") and rows[1].startswith(
         "fragments: reserved, not allocated 1."
     )
-    assert rows[-2].startswith("all of torch 6.0")
+    assert rows[-4].startswith("all of torch 6.0")
+    assert rows[-3].startswith("outside of torch, this process 7.6") and rows[-2] == "other processes 125.65"
     assert rows[-1].startswith("activations of a microbatch in layers 0-1: 0.500 GiB each, expected 0.000")
     flags = [line for line in lines if line.startswith("  - --") and line.endswith("by the memory model")]
     assert flags and flags[0].startswith("  - --micro-batch-size 2: ")
@@ -111,8 +119,22 @@ def test_layers_note_what_their_forward_pass_left(flags: str) -> None:
 
 def test_the_table_names_parts_that_only_one_side_has() -> None:
     def text() -> str:
-        return table({ACTIVATIONS: 3 << 30}, expected_memory(build_run(small_config("llama"))))
+        return table({ACTIVATIONS: 3 << 30}, expected_memory(build_run(small_config("llama"))), {})
 
     (found,) = run_ranks(1, text)
     rows = {line.split("  ")[0]: line.split()[-2:] for line in found.splitlines()[2:]}
     assert rows[ACTIVATIONS][0] == "3.00" and rows["weights"][0] == "0.00"
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (LINE, {"outside of torch, this process": 7.65, "other processes": 125.65}),
+        (LINE.replace(OF_PROCESS, ""), {"outside of torch, all processes": 133.3}),  # in a container
+        (LINE.replace("13.65 GiB", "154.00 MiB"), {"outside of torch, all processes": 133.3}),  # another one of this ID
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED", {}),
+    ],
+)
+def test_what_torch_does_not_have_is_that_of_the_driver(line: str, expected: dict[str, float]) -> None:
+    found = bytes_outside_torch(line, 6 << 30)
+    assert {name: size / (1 << 30) for name, size in found.items()} == pytest.approx(expected)

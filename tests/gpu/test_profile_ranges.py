@@ -16,6 +16,8 @@ pytest.importorskip("transformer_engine")
 
 from gpu_runs import GRAPH, gpu_run
 from small_run import train, weights
+from transformer_engine.pytorch.module import linear
+from transformer_engine.pytorch.ops.basic import basic_linear
 
 from megafp8.analysis.profile import GEMM_FP8, OPTIMIZER, OTHER, read_trace
 from megafp8.training.extensions.profiler_ranges import named_ranges
@@ -47,7 +49,13 @@ def test_kernels_are_in_parts_and_layers_have_ranges(tmp_path: Path) -> None:
     parts = {part: ms for part, ms, _ in trace.profile.rows()}
     assert {GEMM_FP8, OPTIMIZER} <= parts.keys() and parts.get(OTHER, 0.0) < 0.2 * sum(parts.values())
     names = ranges_of(path)
-    assert names["layers.0.linear_qkv fprop"] and names["layers.0.linear_qkv backward"]
+    calls = names["layers.0.linear_qkv fprop"]  # one a microbatch
+    assert calls and names["layers.0.linear_qkv dgrad"] == names["layers.0.linear_qkv wgrad"] == calls
+    assert names["layers.0.linear_qkv backward"]
+    gemms = {gemm: kernels for gemm, _, kernels in trace.profile.gemm_rows()}
+    num_linears = sum(count for name, count in names.items() if name.endswith(" wgrad"))
+    for gemm in ("fprop", "dgrad", "wgrad"):  # a GEMM may take two kernels
+        assert num_linears <= gemms[f"{GEMM_FP8} {gemm}"] <= 2 * num_linears, gemms
     assert names["layers.0.attention forward"] and names["optimizer"]
 
 
@@ -66,6 +74,14 @@ def test_ranges_change_no_bit(extra: str) -> None:
     (plain, plain_weights), (ranged, ranged_weights) = found
     assert ranged == plain
     assert not [name for name in plain_weights if not torch.equal(plain_weights[name], ranged_weights[name])]
+
+
+def test_gemms_of_a_fused_mlp_have_ranges_until_the_context_ends(tmp_path: Path) -> None:
+    plain = {module: module.general_gemm for module in (linear, basic_linear)}
+    names = ranges_of(profiled(tmp_path, f"{FP8} --use-transformer-engine-op-fuser"))
+    assert names["layers.0.mlp fprop"] == names["layers.0.mlp dgrad"] == names["layers.0.mlp wgrad"]
+    assert names["layers.0.mlp wgrad"] == 2 * names["layers.0.linear_qkv wgrad"] > 0
+    assert {module: module.general_gemm for module in plain} == plain
 
 
 def test_a_replayed_graph_has_the_ranges_of_the_step_alone(tmp_path: Path) -> None:

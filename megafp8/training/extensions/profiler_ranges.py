@@ -4,13 +4,14 @@ A range is a `torch.profiler.record_function`, which the trace has, and on CUDA 
 
 Hooks of modules open and close the ranges of the forward pass. Those of the backward pass belong to the nodes of the
 autograd graph: torch's full backward hooks would add nodes of their own, and views, which megatron-core's schedules
-refuse. One node of a linear computes dgrad and wgrad, so that both have one range.
+refuse. One node of a linear computes dgrad and wgrad: in Transformer Engine's, each GEMM has a range of its own inside.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from megafp8.mcore.modules import fused_mlps, named_attentions, named_linears
 from megafp8.metrics.timers import StepTimer
+from megafp8.te.gemm_ranges import gemm_ranges
 
 Range = Callable[[str], AbstractContextManager[Any]]
 NORMS = ("input_layernorm", "pre_mlp_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm")
@@ -46,11 +48,28 @@ def named_ranges(chunks: Sequence[nn.Module], timer: StepTimer, new_range: Range
 
     Backward passes of what ran forward in the context have ranges, too.
     """
+    opened = threading.local()  # `name` of the innermost; autograd's threads have their own
+
+    @contextmanager
+    def module_range(name: str) -> Iterator[None]:
+        with new_range(name):
+            outer, opened.name = getattr(opened, "name", ""), name
+            try:
+                yield
+            finally:
+                opened.name = outer
+
+    def gemm_range(gemm: str) -> AbstractContextManager[Any]:
+        outer = getattr(opened, "name", "")
+        name = f"{outer.rpartition(' ')[0]} {gemm}".lstrip()
+        return nullcontext() if name == outer else new_range(name)  # the range of a linear's fprop is open
+
     with ExitStack() as stack:
         for chunk in chunks:
             for name, module in ranged_modules(chunk):
-                for handle in _add_ranges(module, name, new_range):
+                for handle in _add_ranges(module, name, module_range):
                     stack.callback(handle.remove)
+        stack.enter_context(gemm_ranges(gemm_range))
         stack.callback(setattr, timer, "new_range", timer.new_range)
         timer.new_range = new_range
         yield

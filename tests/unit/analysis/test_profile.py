@@ -85,6 +85,24 @@ def test_a_trace_has_the_kernels_copies_and_number_of_steps(tmp_path: Path) -> N
     assert not read_trace(write(path, *events)).has_steps
 
 
+def test_gemms_are_of_the_range_of_their_stream(tmp_path: Path) -> None:
+    fp8, bf16 = "nvjet_sm90_qrtst_128x160_128x5_1x2_h_bz_coopA_algo2_TNT", "nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NTN"
+    annotation = "gpu_user_annotation"
+    events = [
+        event("layers.0.linear_fc1 fprop", 3000, 100, annotation), event("cast_kernel", 3000, 40),
+        event(fp8, 3040, 60), event(fp8, 3100, 7),  # begins at the end: outside
+        event("layers.0.linear_fc1 backward", 3200, 300, annotation),
+        event("layers.0.linear_fc1 wgrad", 3400, 100, annotation), event(bf16, 3400, 100),
+        event("layers.0.linear_fc1 dgrad", 3300, 50, annotation), event(fp8, 3310, 40),
+        event(fp8, 3320, 10, thread=2), event(fp8, 3360, 10),  # another stream, and between two ranges
+    ]  # fmt: skip
+    profile = read_trace(write(tmp_path / "rank0.json", *STEPS, *events)).profile
+    assert profile.gemm_rows() == [
+        ("GEMM BF16 wgrad", 0.05, 0.5), ("GEMM FP8 fprop", 0.03, 0.5), ("GEMM FP8 dgrad", 0.02, 0.5),
+    ]  # fmt: skip
+    assert {part: ms for part, ms, _ in profile.rows()}["GEMM FP8"] == pytest.approx(0.0635)
+
+
 def test_without_kernels_the_outermost_operators_of_each_thread_count(tmp_path: Path) -> None:
     events = [
         event("aten::linear", 3000, 100, "cpu_op"), event("aten::addmm", 3000, 90, "cpu_op"),

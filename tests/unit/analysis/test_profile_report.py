@@ -90,7 +90,8 @@ def run_folder(folder: Path, planned: PlannedRun, **changes: Any) -> Path:
     (folder / "profile").mkdir(parents=True)
     (folder / "records.jsonl").write_text(to_json(RunRecord(**values | changes)) + "\n")
     nccl, gemm = "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", "nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NTN"
-    kernels = [event(gemm, 3000, 1000), event(nccl, 4200, 800), event("adam_kernel", 4600, 400)]
+    wgrad = event("layers.0.linear_fc1 wgrad", 3000, 1000, "gpu_user_annotation")
+    kernels = [wgrad, event(gemm, 3000, 1000), event(nccl, 4200, 800), event("adam_kernel", 4600, 400)]
     write(folder / "profile/rank0.json", *STEPS, *kernels)
     return folder
 
@@ -108,11 +109,13 @@ def test_parts_are_beside_their_floors(tmp_path: Path, capsys: pytest.CaptureFix
         {"ms": 0.5, "share_fraction": 0.5, "kernels": 0.5, "floor_ms": 1e3 * floors[GEMM_BF16]}
     )
     assert parts["loss"] == {"ms": 0.0, "share_fraction": 0.0, "kernels": 0.0, "floor_ms": 1e3 * floors["loss"]}
+    assert data["gemms"] == [{"gemm": "GEMM BF16 wgrad", "ms": 0.5, "kernels": 0.5}]
     assert [(gap["until"][:4], gap["ms"]) for gap in data["gaps"]] == [("nccl", 0.1)]
     assert report.main(["profile", str(folder)]) == 0
     text = capsys.readouterr().out
     assert "kernels of the GPU; times per step of 2" in text and "at the peak of H200" in text
     assert f"{1e3 * floors[GEMM_BF16]:.3f}" in text
+    assert "\nGEMM BF16 wgrad  0.500      0.5\n" in text
     assert "span 1.000 ms, busy 0.900, idle 0.100 (10.0%), only communication 0.200" in text
 
 

@@ -14,6 +14,7 @@ from device_targets import A100, CPU, H200
 
 from megafp8.config import flags, rules
 from megafp8.config.grouped_experts import grouped_expert_problems
+from megafp8.config.mixture import exchange_library
 from megafp8.config.rules.declared import unused_settings
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
@@ -104,7 +105,8 @@ def test_its_library_is_installed_here(
     (tmp_path / "__init__.py").write_text(source or "")
     spec = importlib.machinery.ModuleSpec("deep_ep", None, origin=str(tmp_path / "__init__.py"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if source is None else spec)
-    found = [problem for words in (FLEX, HYBRID) for problem in exchange_library_problems(config_of(words))]
+    libraries = [exchange_library(config_of(words)) for words in (FLEX, HYBRID)]
+    found = [problem for library in libraries for problem in exchange_library_problems(library)]
     assert len(found) == missing
     assert all("is not installed; build the package deep_ep" in each and "type alltoall" in each for each in found)
-    assert exchange_library_problems(RunConfig()) == []
+    assert exchange_library_problems(exchange_library(RunConfig())) == []

@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any, Optional
 
 import pytest
-from device_targets import A100, B200, CPU, H200, RECIPES, WITHOUT_TE, fp8, only_problem
+from device_targets import A100, B200, CPU, H200, RECIPES, WITHOUT_TE, backend_of, fp8, only_problem
 
 from megafp8.config.layer_backends import EMULATED, TRANSFORMER_ENGINE
 from megafp8.config.precision_map import build_recipe
 from megafp8.config.schema import ModelConfig, PrecisionConfig, RunConfig
 from megafp8.device import capability
-from megafp8.device.capability import TARGETS, Target, capability_problems, layer_backend
+from megafp8.device.capability import TARGETS, Target, capability_problems
 from megafp8.recipes.base import Gemm, Operand
 
 
@@ -20,12 +20,12 @@ from megafp8.recipes.base import Gemm, Operand
     ("target", "expected"), [(CPU, "emulated"), (H200, "transformer_engine"), (WITHOUT_TE, "emulated")]
 )
 def test_auto_selects_transformer_engine_where_it_runs(target: Target, expected: str) -> None:
-    assert layer_backend(RunConfig(), target).name == expected
+    assert backend_of(RunConfig(), target).name == expected
 
 
 @pytest.mark.parametrize("requested", ["transformer_engine", "emulated", "local"])
 def test_a_requested_implementation_is_used(requested: str) -> None:
-    assert layer_backend(RunConfig(precision=PrecisionConfig(transformer_impl=requested)), CPU).name == requested
+    assert backend_of(RunConfig(precision=PrecisionConfig(transformer_impl=requested)), CPU).name == requested
 
 
 @pytest.mark.parametrize(
@@ -41,8 +41,8 @@ def test_a_requested_implementation_is_used(requested: str) -> None:
 def test_options_of_the_model_that_transformer_engine_layers_lack(options: dict[str, Any], flag: str) -> None:
     """`auto` emulates, and says why. A request for Transformer Engine is refused."""
     config = RunConfig(model=ModelConfig(**options))
-    assert layer_backend(config, H200) is EMULATED and capability_problems(config, H200) == []
-    (warning,) = capability.emulation_warnings(config, H200)
+    assert backend_of(config, H200) is EMULATED and capability_problems(config, H200) == []
+    (warning,) = capability.emulation_warnings(config.model, config.precision, H200)
     assert f"because of {flag}: the layers on Transformer Engine do not support it" in warning
     requested = replace(config, precision=PrecisionConfig(transformer_impl="transformer_engine"))
     assert only_problem(requested, H200).startswith(f"{flag}: the layers on Transformer Engine")
@@ -80,9 +80,9 @@ def test_recipes_that_transformer_engine_runs(target: Target, native: tuple[str,
 def test_nvfp4_is_emulated_on_newer_gpus_than_its_kernels_are_right_on() -> None:
     config = RunConfig(precision=PrecisionConfig(fp4_format="e2m1", fp4_recipe="nvfp4", transformer_impl="auto"))
     consumer = Target("NVIDIA GeForce RTX 5090", "cuda", (12, 0), "2.20")
-    assert layer_backend(config, B200) is TRANSFORMER_ENGINE
-    assert layer_backend(config, consumer) is EMULATED
-    (warning,) = capability.emulation_warnings(config, consumer)
+    assert backend_of(config, B200) is TRANSFORMER_ENGINE
+    assert backend_of(config, consumer) is EMULATED
+    (warning,) = capability.emulation_warnings(config.model, config.precision, consumer)
     assert "below 12.0" in warning and "stochastic rounding gave gradients of zero" in warning
 
 
@@ -97,8 +97,9 @@ def test_nvfp4_is_emulated_on_newer_gpus_than_its_kernels_are_right_on() -> None
 def test_casts_without_a_kernel_are_named_with_their_cost(options: dict[str, Any], flag: Optional[str]) -> None:
     config = RunConfig(precision=PrecisionConfig(**options, transformer_impl="emulated"))
     found = [] if flag is None else [f"{flag}: there is no kernel for its casts"]
-    assert [text[: len(found[0])] for text in capability.emulation_warnings(config, H200)] == found
-    assert capability.emulation_warnings(config, CPU) == []
+    warnings = capability.emulation_warnings(config.model, config.precision, H200)
+    assert [text[: len(found[0])] for text in warnings] == found
+    assert capability.emulation_warnings(config.model, config.precision, CPU) == []
 
 
 def test_an_unsupported_recipe_names_the_supported_ones() -> None:
@@ -119,7 +120,7 @@ def test_emulated_recipes_run_on_any_device(recipe: str) -> None:
 
 
 def test_auto_emulates_unsupported_recipes() -> None:
-    implementations = [layer_backend(fp8("mxfp8"), target).name for target in (H200, B200, A100, CPU)]
+    implementations = [backend_of(fp8("mxfp8"), target).name for target in (H200, B200, A100, CPU)]
     assert implementations == ["emulated", "transformer_engine", "emulated", "emulated"]
 
 
@@ -166,7 +167,7 @@ def test_newer_forms_of_nvfp4_need_emulated_layers() -> None:
     emulated = replace(precision, transformer_impl="emulated")
     assert capability_problems(RunConfig(precision=emulated), B200) == []
     quartet2 = PrecisionConfig(bf16=True, fp4_format="e2m1", fp4_recipe="quartet2")
-    assert layer_backend(RunConfig(precision=quartet2), B200) is EMULATED
+    assert backend_of(RunConfig(precision=quartet2), B200) is EMULATED
     native = replace(quartet2, transformer_impl="transformer_engine")
     assert "--fp4-recipe quartet2" in only_problem(RunConfig(precision=native), B200)
 
@@ -189,7 +190,7 @@ def test_compute_capability_12_names_what_is_native_there(gpu: str, requested: d
     native = "supported natively: --fp8-recipe tensorwise, delayed, blockwise"
     config = RunConfig(precision=PrecisionConfig(**requested))
     assert capability_problems(config, TARGETS[gpu]) == []
-    (warning,) = capability.emulation_warnings(config, TARGETS[gpu])
+    (warning,) = capability.emulation_warnings(config.model, config.precision, TARGETS[gpu])
     (problem,) = capability_problems(RunConfig(precision=PrecisionConfig(**requested, emulation=False)), TARGETS[gpu])
     for text in (warning, problem):
         assert reason in text and native in text and f"{gpu} has 12." in text

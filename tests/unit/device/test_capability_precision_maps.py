@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from device_targets import CPU, H200, only_problem
+from device_targets import CPU, H200, backend_of, only_problem
 
 from megafp8.config.layer_backends import EMULATED, TRANSFORMER_ENGINE
 from megafp8.config.schema import ModelConfig, PrecisionConfig, RunConfig
 from megafp8.device import capability
-from megafp8.device.capability import capability_problems, layer_backend
+from megafp8.device.capability import capability_problems
 
 
 def mapped(*entries: str, tied: bool = False, **precision: Any) -> RunConfig:
@@ -33,14 +33,14 @@ def mapped(*entries: str, tied: bool = False, **precision: Any) -> RunConfig:
 def test_transformer_engine_runs_maps_of_its_recipes(entries: tuple[str, ...]) -> None:
     assert capability_problems(mapped(fp8_schedule=f"fp8:9,fp8[{';'.join(entries[:2])}]"), H200) == []
     assert capability_problems(mapped(*entries), H200) == []
-    assert layer_backend(mapped(*entries), H200) is TRANSFORMER_ENGINE
+    assert backend_of(mapped(*entries), H200) is TRANSFORMER_ENGINE
     assert capability_problems(mapped(*entries, fp8_format=None, fp8_recipe="delayed"), H200) == []
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
 def test_a_stateless_output_layer_works_with_every_recipe(recipe: str) -> None:
     config = mapped("output_layer=tensorwise", fp8_recipe=recipe, use_transformer_engine_op_fuser=True)
-    assert capability_problems(config, H200) == [] and layer_backend(config, H200) is TRANSFORMER_ENGINE
+    assert capability_problems(config, H200) == [] and backend_of(config, H200) is TRANSFORMER_ENGINE
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_maps_unsupported_by_transformer_engine_are_refused_or_emulated(config: 
     assert words in only_problem(requested, H200)
     emulated = replace(config, precision=replace(config.precision, use_transformer_engine_op_fuser=False))
     # As without a map, a format is never a reason to emulate.
-    assert layer_backend(config, H200) is (TRANSFORMER_ENGINE if "E5M2" in words else EMULATED)
+    assert backend_of(config, H200) is (TRANSFORMER_ENGINE if "E5M2" in words else EMULATED)
     assert (
         capability_problems(replace(emulated, precision=replace(emulated.precision, transformer_impl="emulated")), CPU)
         == []
@@ -101,7 +101,7 @@ def test_maps_unsupported_by_transformer_engine_are_refused_or_emulated(config: 
     ],
 )
 def test_warning_of_auto_emulation_has_the_reason(config: RunConfig, words: str) -> None:
-    (warning,) = capability.emulation_warnings(config, H200)
+    (warning,) = capability.emulation_warnings(config.model, config.precision, H200)
     assert warning.startswith(f"all layers are emulated because of {words}")
     assert warning.endswith("; to get an error instead: --no-emulation")
     emulated = replace(config, precision=replace(config.precision, transformer_impl="emulated"))
@@ -112,11 +112,13 @@ def test_warning_of_auto_emulation_has_the_reason(config: RunConfig, words: str)
         (config, CPU),
         (config, replace(H200, transformer_engine=None)),
     ]
-    assert [capability.emulation_warnings(*each) for each in without_warning] == [[]] * 4
+    for each, target in without_warning:
+        assert capability.emulation_warnings(each.model, each.precision, target) == []
 
 
 def test_layers_of_transformer_engine_need_no_warning() -> None:
-    assert capability.emulation_warnings(mapped("*.linear_fc2=blockwise/e4m3"), H200) == []
+    config = mapped("*.linear_fc2=blockwise/e4m3")
+    assert capability.emulation_warnings(config.model, config.precision, H200) == []
 
 
 def test_weights_of_block_recipes_are_not_kept_as_codes() -> None:

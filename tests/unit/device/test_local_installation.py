@@ -33,10 +33,10 @@ def test_a_missing_package_is_reported_before_the_run(monkeypatch: pytest.Monkey
 def test_offloading_needs_an_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NVTE_CPU_OFFLOAD_V1", raising=False)
     config = with_values(RunConfig(), {"training.fine_grained_activation_offloading": True})
-    assert "NVTE_CPU_OFFLOAD_V1=1" in offloading_problems(config)[0]
-    assert offloading_problems(RunConfig()) == []
+    assert "NVTE_CPU_OFFLOAD_V1=1" in offloading_problems(config.training)[0]
+    assert offloading_problems(RunConfig().training) == []
     monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "1")
-    assert offloading_problems(config) == []
+    assert offloading_problems(config.training) == []
 
 
 def pretend_installed(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -66,7 +66,7 @@ class Report:
     run = types.SimpleNamespace(platform=types.SimpleNamespace(kind="cuda"))
     concerns = MemoryReport.concerns
 
-    def describe(self) -> str:
+    def describe(self, line: str) -> str:
         return "parts\n"
 
     def savings(self) -> list[Saving]:
@@ -88,7 +88,7 @@ def test_what_saves_memory_of_the_gpu_is_no_help_for_the_host(error: Exception, 
 
 @pytest.mark.parametrize("part", ["describe", "savings"])
 def test_a_report_that_fails_does_not_take_the_place_of_the_error(part: str, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(Report, part, lambda self: {}["layers"])
+    monkeypatch.setattr(Report, part, lambda self, *line: {}["layers"])
     config = flags.parse(FLAGS.split()).config
     with pytest.raises(OutOfMemory, match="Tried to alloc") as raised, suggestions_on_memory(config, Report()):
         raise CUDA

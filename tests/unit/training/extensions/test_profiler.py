@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, Optional
 
 import pytest
@@ -18,7 +19,7 @@ from torch import nn
 from megafp8.analysis.runs import load_run
 from megafp8.cli import report
 from megafp8.metrics.timers import StepTimer
-from megafp8.training.extensions import profiler
+from megafp8.training.extensions import profiler, profiler_ranges
 from megafp8.training.extensions.profiler import Profiler
 from megafp8.training.extensions.profiler_ranges import _add_ranges, named_ranges, ranged_modules
 from megafp8.training.run import Run
@@ -139,6 +140,44 @@ def test_a_fused_mlp_has_the_range_of_the_layer() -> None:
     (before, after), = run_ranks(1, names)  # fmt: skip
     fused = [f"layers.{layer}.{linear} fprop" for layer in (0, 1) for linear in ("linear_fc1", "linear_fc2")]
     assert set(before) - set(after) == set(fused) and {"layers.0.mlp forward", "layers.1.mlp forward"} <= set(after)
+
+
+@pytest.mark.parametrize("name", ["layers.3.linear_fc1 fprop", "layers.3.mlp forward"])
+def test_gemms_of_transformer_engine_have_ranges_of_their_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    te = ModuleType("transformer_engine.pytorch.module.linear")
+    te.general_gemm = lambda a, b, out_dtype=None, *, layout="TN": {  # type: ignore[attr-defined]
+        "TN": lambda: b @ a.T, "NN": lambda: b @ a, "NT": lambda: b.T @ a}[layout]()  # fmt: skip
+    definition = ModuleType("transformer_engine.pytorch.cpp_extensions.gemm")
+    definition.general_gemm = plain = te.general_gemm  # type: ignore[attr-defined]
+    for module in (te, definition):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x, w)
+            return te.general_gemm(w, x)
+
+        @staticmethod
+        def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            x, w = ctx.saved_tensors
+            return te.general_gemm(w, dy, layout="NN"), te.general_gemm(x, dy, layout="NT")
+
+    class Linear(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Product.apply(x, self.weight)
+
+    linear, opened = Linear(4, 3), Opened()
+    monkeypatch.setattr(profiler_ranges, "ranged_modules", lambda chunk: [(name, chunk)])
+    x = torch.ones(2, 4, requires_grad=True)
+    with named_ranges([linear], StepTimer(), opened):
+        assert definition.general_gemm is plain  # else a module that is imported in the meantime would keep the range
+        output = linear(x)
+        output.sum().backward()
+    prefix = name.split(" ")[0]
+    assert opened.names == dict.fromkeys((name, *(f"{prefix} {x}" for x in ["fprop", "backward", "dgrad", "wgrad"])), 1)
+    assert te.general_gemm is plain and not opened.stack
+    assert torch.equal(output, x @ linear.weight.T) and torch.equal(linear.weight.grad, torch.full((3, 4), 2.0))
 
 
 def test_replays_of_a_graph_are_said_to_have_no_ranges_once(monkeypatch: pytest.MonkeyPatch) -> None:
