@@ -222,7 +222,10 @@ def median_rows(rows: Sequence[Row]) -> Iterator[Row]:
 
 def sequences_a_gpu(row: Row) -> float:
     """Sequences that a GPU trains in a millisecond."""
-    return LAYOUTS[row.layout].global_batch(row.shape) / row.num_gpus / row.step_ms
+    batch = f"--global-batch-size {LAYOUTS[row.layout].global_batch(row.shape)}"
+    config = config_of(f"{SHAPES[row.shape]} {batch} {row.flags if row.software == OURS else ''}")
+    assert config.training.global_batch_size is not None
+    return config.training.global_batch_size / row.num_gpus / row.step_ms
 
 
 def fitting(num_gpus: int, shape: str) -> list[str]:

@@ -53,7 +53,7 @@ def predict(row: Row) -> Predicted:
     if row.recipe not in MODES:
         raise ConfigError([f"{row.label} {row.recipe}: the planner's recipes are {', '.join(MODES)}"])
     batch = f"--global-batch-size {LAYOUTS[row.layout].global_batch(row.shape)} --train-iters 1000"
-    given = parse(f"{SHAPES[row.shape]} {COMMON} {MODES[row.recipe]} {row.extra} {batch}".split()).config
+    given = parse(f"{SHAPES[row.shape]} {COMMON} {MODES[row.recipe]} {batch} {row.extra}".split()).config
     config, _ = choose(given, gpu.target, row.num_gpus)
     run = run_of(config, gpu.name, row.num_gpus)
     implementation = capability.layer_backend(config.model, config.precision, gpu.target)

@@ -7,7 +7,7 @@
     megafp8 checkpoint hash runs/first
     megafp8 checkpoint seal runs/old/iter_0000200
     megafp8 checkpoint merge runs/first --ckpt-step 800 900 1000 --output runs/merged
-    megafp8 checkpoint merge runs/a/iter_0000900 runs/b/iter_0001000 --output runs/merged --weights 1-sqrt
+    megafp8 checkpoint merge runs/a/iter_0000900 runs/b/iter_0001000 --output runs/merged
 
 A folder is a run's (its --save) or a single checkpoint's. `list` compares file sizes, and hashes of small files, with
 the manifest. `verify` reads every byte. `show` prints settings and tensors. `prune` verifies the

@@ -19,7 +19,7 @@ class Detector(Protocol[Found]):
         """This rank's counts after forward-backward, to sum over the ranks. On the device, which nothing waits for."""
 
     def find(self) -> Found:
-        """Where the values are. Called on all ranks, and only if the sum of their counts is not zero."""
+        """Where the values are. Called on all ranks, and only in a step whose sums say that something is wrong."""
 
 
 class OperandDetector(Detector[Tensor], Protocol):

@@ -119,7 +119,7 @@ class AmaxCounters:
         return table
 
     def clear_infinite_amaxes(self) -> list[str]:
-        """So that the next update makes scales of the other amaxes."""
+        """Clear them in all histories, so that the next update makes scales of the other amaxes."""
         for histories in FP8GlobalStateManager.quantization_state.global_amax_history_buffer.values():
             for history in histories:
                 history.masked_fill_(history == torch.inf, 0.0)

@@ -218,8 +218,9 @@ def bytes_outside_torch(line: str, torch_bytes: int) -> dict[str, int]:
         return {}
     others = capacity - free - torch_bytes
     of_process = size_after("this process has")
-    # The driver's process IDs are the host's: in a container this process has none, or that of a smaller one.
-    if of_process is None or of_process + (GIB // 100) < torch_bytes:
+    # The driver's process IDs are the host's: in a container this process has none, or that of a smaller one. Where the
+    # driver does not know (a part of a GPU, WSL), its figure is larger than the GPU.
+    if of_process is None or not torch_bytes - GIB // 100 <= of_process <= capacity:
         return {"outside of torch, all processes": others}
     own = of_process - torch_bytes
     return {"outside of torch, this process": own, "other processes": others - own}

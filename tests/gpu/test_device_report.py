@@ -1,4 +1,4 @@
-"""The comparison of this GPU, but for casts and linears, which `tests/conformance/test_te_live.py` compares."""
+"""The comparison of this GPU, but for native casts and linears, which `tests/conformance/test_te_live.py` compares."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ from requirements import require_transformer_engine
 pytestmark = pytest.mark.gpu
 require_transformer_engine()
 
+from megafp8.recipes import registry
+from megafp8.training.device_verification.comparisons import compare_devices
+
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("recipe", registry.names())
+def test_the_emulation_is_that_of_the_cpu(recipe: str) -> None:
+    compared = compare_devices(recipe, registry.get(recipe).default_format, "cuda")
+    assert compared.ok, compared
 
 
 def test_this_gpu_agrees_with_the_emulation(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ DROPPED = 7e-4
 # emulation has 0.17.
 LARGEST_STOCHASTIC_ERROR = 0.5
 STOCHASTIC = " with stochastic rounding"
-# Of a gradient, in which the comparison must refuse a planted one: then it refuses all of it, too.
+# Of a gradient, in which the comparison must refuse a planted fault.
 PLANTED_ROWS = 64
 
 
