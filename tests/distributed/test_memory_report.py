@@ -132,6 +132,7 @@ def test_the_table_names_parts_that_only_one_side_has() -> None:
         (LINE, {"outside of torch, this process": 7.65, "other processes": 125.65}),
         (LINE.replace(OF_PROCESS, ""), {"outside of torch, all processes": 133.3}),  # in a container
         (LINE.replace("13.65 GiB", "154.00 MiB"), {"outside of torch, all processes": 133.3}),  # another one of this ID
+        (LINE.replace("13.65", "17179869184.00"), {"outside of torch, all processes": 133.3}),  # WSL
         ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED", {}),
     ],
 )
