@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from typing import Optional
 
 from megafp8.config import derived, dimensions, iterations, mixture, model_shapes, multi_token, precision_map, stages
-from megafp8.config.fused_adam import fused_adam_problem
 from megafp8.config.optimizers import updates_matrices
 from megafp8.config.schema import RunConfig
 from megafp8.planning import communication, compute
@@ -86,7 +85,7 @@ def optimizer_bytes_per_parameter(run: PlannedRun) -> tuple[float, float]:
     zero_bytes = 0 if precision.gradient_overwrite and run.pipeline == 1 else 4
     mean_bytes = derived.ema_bytes(optimizer)
     averaging_bytes = (4 + 2 * mean_bytes) / optimizer.ema_interval if mean_bytes else 0
-    if fused_adam_problem(run.config) is None:
+    if run.sizes.has_one_pass_update:
         return zero_bytes, 34 - saved_bytes + scale_bytes + averaging_bytes
     return zero_bytes + (8 if training.calculate_per_token_loss else 0), 46 - saved_bytes + averaging_bytes
 
